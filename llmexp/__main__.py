@@ -108,7 +108,7 @@ def dispatch(arguments: list[str]) -> int:
         hint = f"{nearest(command, COMMANDS)} See llmexp --help."
         if command.startswith("sweep"):
             hint = " A sweep is llmexp train -m; for example llmexp train -m optimizer.lr=1e-3,3e-3"
-        raise ConfigError(f"{command}: there is no such command.{hint}")
+        raise ConfigError("unknown_key", f"{command}: there is no such command.{hint}")
     if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
         from llmexp.cli.help import print_help
 

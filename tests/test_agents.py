@@ -32,5 +32,5 @@ def test_the_loop_of_the_page_decides(tmp_path, monkeypatch, capsys):
     headline, settings = capsys.readouterr().out.splitlines()
     assert headline == names["answer"]["headline"]
     assert "optimizer=sgd" in settings
-    with pytest.raises(SystemExit, match="E-BATCH-DIVIDE: batch"):
+    with pytest.raises(SystemExit, match="out_of_range: batch"):
         names["llmexp"]("plan", "--json", "batch.real_batch_size=7", "batch.micro_batch_size=2")

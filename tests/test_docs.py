@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
 from llmexp import features
 from llmexp.metrics.keys import ROW_KEYS
+from llmexp.settings.kinds import MEANING, Kind
 from tests.conftest import ROOT
 from tests.test_structure import MODULES
 from tools import rooms
-from tools.codes import codes
 
 FOLDERS = ("docs", "benchmarks/results", "tests/faults")
 PAGES = [*ROOT.glob("*.md"), *(page for one in FOLDERS for page in (ROOT / one).rglob("*.md"))]
@@ -128,9 +130,15 @@ def test_a_package_lists_its_files(package):
             assert re.search(rf"\b{file.stem}\b", found), file
 
 
-def test_the_codes_of_refusals_are_those_of_the_list():
-    """A code that goes breaks programs: keep the names of functions that refuse where you can."""
-    found = codes()
-    assert not [places for places in found.values() if len(places) > 1]
-    listed = (ROOT / "docs/codes.txt").read_text(encoding="utf-8").split()
-    assert sorted(found) == listed, "python -m tools.codes > docs/codes.txt"
+def test_the_kinds_of_refusals_are_those_of_the_list_and_each_is_used():
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("| kind |")[2]
+    listed = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.M)
+    assert dict(listed) == MEANING
+    assert list(MEANING) == list(typing.get_args(Kind))
+    schema = json.loads((ROOT / "llmexp/schema-1.json").read_text(encoding="utf-8"))
+    error = schema["$defs"]["error"]["properties"]["error"]["properties"]
+    assert error["code"]["enum"] == list(MEANING)
+    sources = [p for p in (ROOT / "llmexp").rglob("*.py") if p.stem != "kinds"]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    words = {n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    assert not set(MEANING) - words

@@ -15,7 +15,7 @@ from tools.quick import NAMED, near
         ("llmexp/update/schedule.py", "tests/test_schedule.py"),
         ("llmexp/verify/page.css", "tests/verify/"),
         ("llmexp/verify/gone.py", "tests/verify/"),
-        ("tools/codes.py", "tests/test_docs.py"),
+        ("tools/rooms.py", "tests/test_docs.py"),
         ("docs/laws.md", "tests/test_docs.py"),
     ],
 )

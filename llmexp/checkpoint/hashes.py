@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llmexp.settings.kinds import Kind
 from llmexp.system.fileio import file_state, sha256
 
 OPENING = os.O_RDONLY | os.O_CLOEXEC
@@ -18,11 +19,15 @@ OPENING = os.O_RDONLY | os.O_CLOEXEC
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or does not fit; the text names the file."""
 
+    kind: Kind = "damaged_file"
+
 
 class NewerFormat(CheckpointError):
     """A newer version of this program wrote the checkpoint.
 
     It is whole, and not to be passed over for an older one."""
+
+    kind: Kind = "other_format"
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
     """
     found = _chosen(names, last)
     if len(found) < 2 and weights == "model":
-        raise ConfigError(f"{names[0]}: is one checkpoint; for example --last 5")
+        raise ConfigError("out_of_range", f"{names[0]}: is one checkpoint; for example --last 5")
     folder = out or default_folder(found, weights)
     check_new(folder, "--out")
     from llmexp.checkpoint.hashes import CheckpointError
@@ -64,7 +64,7 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
         opened = [open_checkpoint(path, step, weights) for path, step in found]
         exchange.write_average(opened, weights, folder)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.kind, str(error)) from None
     size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())
     return Averaged(folder, weights, [one.step for one in opened], size)
 
@@ -73,22 +73,25 @@ def _chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
     """Return the run and the step of each checkpoint. Raises ConfigError."""
     found: list[tuple[Path, int]] = []
     if last is not None and last < 1:
-        raise ConfigError(f"--last {last}: must be at least 1; for example --last 5")
+        raise ConfigError(
+            "out_of_range", f"--last {last}: must be at least 1; for example --last 5"
+        )
     for name in names:
         path, step = named_checkpoint(name)
         steps = rundir.saved_steps(path)
         if step is not None and last is not None:
             text = "give the step or --last; for example"
-            raise ConfigError(f"{name} --last {last}: {text} {shlex.quote(str(path))}")
+            raise ConfigError("conflict", f"{name} --last {last}: {text} {shlex.quote(str(path))}")
         if len(steps) < (last or 1):
             there = ", ".join(map(str, steps)) or "none yet"
             way = f"checkpoint.keep={max(2, last or 1)} keeps more"
             raise ConfigError(
-                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; {way}"
+                "no_checkpoint",
+                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; {way}",
             )
         found += [(path, one) for one in ([step] if step is not None else steps[-(last or 1) :])]
     if twice := [f"{path}@{step}" for path, step in found if found.count((path, step)) > 1]:
-        raise ConfigError(f"{twice[0]}: is named twice")
+        raise ConfigError("conflict", f"{twice[0]}: is named twice")
     return found
 
 
@@ -96,6 +99,8 @@ def default_folder(found: list[tuple[Path, int]], weights: str) -> Path:
     """Return the folder of an average within its run. Raises ConfigError for several runs."""
     (path, first), (other, last) = found[0], found[-1]
     if any(one != path for one, _ in found):
-        raise ConfigError(f"{path} and {other}: name the folder of their average: --out FOLDER")
+        raise ConfigError(
+            "missing_value", f"{path} and {other}: name the folder of their average: --out FOLDER"
+        )
     name = "-".join(dict.fromkeys((str(first), str(last))))
     return path / "averages" / (name if weights == "model" else f"{weights}-{name}")

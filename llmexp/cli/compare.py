@@ -11,6 +11,7 @@ from llmexp.compare import table
 from llmexp.compare.comparing import NEGLIGIBLE, compare, no_runs_found
 from llmexp.compare.figures import UNITS
 from llmexp.compare.records import Result
+from llmexp.settings.kinds import Kind
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
 from llmexp.system.child import DONE
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         target=args.target,
     )
     if not comparison.settings:
-        raise ConfigError(no_runs_found(comparison))
+        raise ConfigError("cannot_compare", no_runs_found(comparison))
     for problem in comparison.problems:
         warn(problem)
     for path in args.out:
@@ -68,16 +69,19 @@ _FORMS: dict[str, Callable[[Result], str]] = {
 def check_file(flag: str, path: Path, forms: Sequence[str]) -> None:
     """Raise ConfigError for a file that cannot be written, before anything is read."""
     if path.suffix.lower() not in forms:
+        kind: Kind = "unknown_option"
         why = (
             f"the file's name must end in {', '.join(forms)}; for example {flag} table{min(forms)}"
         )
     elif not path.parent.is_dir():
+        kind = "unknown_file"
         why = f"there is no folder {path.parent}; for example {flag} /tmp/{path.name}"
     elif path.is_dir() or not os.access(path.parent, os.W_OK):
+        kind = "disk"
         why = f"cannot be written; for example {flag} /tmp/{path.name}"
     else:
         return
-    raise ConfigError(f"{flag} {path}: {why}")
+    raise ConfigError(kind, f"{flag} {path}: {why}")
 
 
 def write_file(flag: str, path: Path, text: str) -> None:

@@ -96,7 +96,7 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
         ranks = ranks_of(args.run, args.overrides, args.config_dir)
         if ranks > 1 and "RANK" not in os.environ:
             text = "the command llmexp evaluate starts them, a function does not"
-            raise ConfigError(f"parallelism: needs {ranks} ranks; {text}")
+            raise ConfigError("wrong_ranks", f"parallelism: needs {ranks} ranks; {text}")
         found = {"run": str(path), "weights": args.weights}
     tokens = _tokens(args.tokens, config.train.eval_tokens)
     if args.lm_eval:
@@ -150,15 +150,17 @@ def ranks_of(run: str, overrides: Sequence[str], config_dir: str | None = None) 
         return 1
     if chosen.kind not in SHARING:
         text = "ranks that share a model hold parts of it"
-        raise refuse("parallelism.kind", chosen.kind, text, "fsdp")
+        raise refuse("unsupported", "parallelism.kind", chosen.kind, text, "fsdp")
     if chosen.nproc_per_node is None:
-        raise refuse("parallelism.nproc_per_node", None, "a number of ranks is needed", 4)
+        raise refuse(
+            "missing_value", "parallelism.nproc_per_node", None, "a number of ranks is needed", 4
+        )
     layout = solve_layout(chosen, chosen.nproc_per_node)
     try:
         check_split(config.model, layout.tensor_parallel_size)
     except ConfigError as error:  # its example is of a model that is not trained yet
         why = str(error).partition("; for example")[0]
-        raise ConfigError(f"{why}; for example parallelism=fsdp", error.key) from None
+        raise ConfigError(error.kind, f"{why}; for example parallelism=fsdp", error.key) from None
     return chosen.nnodes * chosen.nproc_per_node
 
 
@@ -176,11 +178,17 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     """
     if args.lm_eval:
         command = f"lm_eval --model hf --model_args pretrained={folder} --tasks {args.lm_eval}"
-        raise ConfigError(f"--lm-eval: lm-eval takes such a folder itself: {command}")
+        raise ConfigError(
+            "unsupported", f"--lm-eval: lm-eval takes such a folder itself: {command}"
+        )
     if args.weights != "model":
-        raise ConfigError(f"--weights {args.weights}: {folder} is no run and holds one model")
+        raise ConfigError(
+            "unsupported", f"--weights {args.weights}: {folder} is no run and holds one model"
+        )
     if not names and not any(o.startswith("data=") for o in args.overrides):
-        raise ConfigError(f"{folder}: is no run, so its data must be named; {EXAMPLE}")
+        raise ConfigError(
+            "missing_value", f"{folder}: is no run, so its data must be named; {EXAMPLE}"
+        )
     text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
     refuse_sections(args.overrides, OF_FOLDER, f"{text}; for example batch.sequence_length=512")
     from llmexp.train.assembly.opening import folder_model
@@ -198,7 +206,9 @@ def folder_config(args: argparse.Namespace, folder: Path, names: Sequence[str]) 
     with app.composed(whole, "evaluate") as (cfg, _):
         config = dataclasses.replace(app.typed_config(cfg), model=section)
     if config.batch.micro_batch_size == AUTO:
-        raise refuse("batch.micro_batch_size", AUTO, "is found where a run trains", 8)
+        raise refuse(
+            "unsupported", "batch.micro_batch_size", AUTO, "is found where a run trains", 8
+        )
     return config
 
 
@@ -218,7 +228,7 @@ def refuse_sections(overrides: Sequence[str], sections: Sequence[str], why: str)
     command_line.check_overrides(overrides)
     for override in overrides:
         if key_of(override).partition(".")[0] not in sections:
-            raise ConfigError(f"{override}: {why}")
+            raise ConfigError("unsupported", f"{override}: {why}")
     environment.refuse_secrets(list(overrides), "the command line")
 
 
@@ -261,14 +271,18 @@ def _tasks(args: argparse.Namespace) -> list[str]:
         beside |= {"--tasks": args.tasks, "--by item": args.by == "item"}
     for other, there in beside.items():
         if given is not None and there:
-            raise ConfigError(f"{flag} {given}: takes no {other}; tasks have items of their own")
+            raise ConfigError(
+                "conflict", f"{flag} {given}: takes no {other}; tasks have items of their own"
+            )
     if given is not None and not names:
-        raise ConfigError(f"{flag}: a name is needed; for example {flag} tiny_facts")
+        raise ConfigError(
+            "missing_value", f"{flag}: a name is needed; for example {flag} tiny_facts"
+        )
     wrong = "item" if not names else "document"
     if args.by == wrong or (args.tasks_folder and not names):
         other = f"--by {args.by}" if args.by == wrong else "--tasks-folder"
         instead = "--by item" if names else "--tasks tiny_facts"
-        raise ConfigError(f"{other}: does not go with this; for example {instead}")
+        raise ConfigError("conflict", f"{other}: does not go with this; for example {instead}")
     return names
 
 
@@ -277,7 +291,7 @@ def _tokens(given: str | None, configured: int | None) -> int | None:
         return configured if given is None else None
     if not given.isdecimal() or int(given) < 1:
         text = "a whole number above 0, or all, is needed; for example --tokens 100000"
-        raise ConfigError(f"--tokens {given}: {text}")
+        raise ConfigError("wrong_type", f"--tokens {given}: {text}")
     return int(given)
 
 

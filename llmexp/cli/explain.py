@@ -102,7 +102,10 @@ def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
         if not word.startswith("-") and not is_value:
             return bare.lstrip("+~"), [*arguments[:place], *arguments[place + 1 :]]
         before = word
-    raise ConfigError("explain: a key is needed; for example llmexp explain batch.real_batch_size")
+    raise ConfigError(
+        "missing_value",
+        "explain: a key is needed; for example llmexp explain batch.real_batch_size",
+    )
 
 
 def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
@@ -175,12 +178,14 @@ def of_no_knob(
     if row := row_key(key):
         return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
     if refusal := not_in_option(cfg.hydra.runtime.choices, key, "", flat):
-        raise ConfigError(refusal, key)
+        raise ConfigError("idle_knob", refusal, key)
     own = [str(k) for k in cfg if k != "hydra"]
     tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
     known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
     near = nearest_key(key, known)
-    raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}", key)
+    raise ConfigError(
+        "unknown_key", f"{key}: there is no such key, group or number of a run.{near}", key
+    )
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:

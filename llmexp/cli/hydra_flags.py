@@ -22,10 +22,12 @@ def asked(args: Any) -> bool:
     Raises ConfigError for flags that only act beside one of them.
     """
     if args.resolve and not args.cfg:
-        raise ConfigError("--resolve: acts beside --cfg only; for example --cfg job --resolve")
+        raise ConfigError(
+            "idle_knob", "--resolve: acts beside --cfg only; for example --cfg job --resolve"
+        )
     if args.package is not None and not args.cfg:
         text = "acts beside --cfg only; for example --cfg job --package train"
-        raise ConfigError(f"--package {args.package}: {text}")
+        raise ConfigError("idle_knob", f"--package {args.package}: {text}")
     return bool(args.cfg or args.info is not None or args.hydra_help or args.shell_completion)
 
 
@@ -75,4 +77,4 @@ def check_completion(words: Sequence[str]) -> None:
     if sum(word.partition("=")[0] in ("install", "uninstall", "query") for word in words) != 1:
         text = "one of install=SHELL and uninstall=SHELL is needed, with bash, zsh or fish"
         way = 'for example eval "$(llmexp -sc install=bash)"'
-        raise ConfigError(f"--shell-completion: {text}; {way}")
+        raise ConfigError("wrong_type", f"--shell-completion: {text}; {way}")

@@ -54,7 +54,7 @@ def proposed(
     predict = None if predict is None else positive(predict)
     found = compare(paths, negligible=negligible)
     if not found.settings:
-        raise ConfigError(no_runs_found(found, "next"))
+        raise ConfigError("cannot_compare", no_runs_found(found, "next"))
     for problem in found.problems:
         warn(problem)
     step = propose(found)

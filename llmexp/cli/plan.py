@@ -48,7 +48,9 @@ def planned(args: Any) -> Planned | PlannedSweep:
             knobs, where = section_of(cfg)
             if knobs.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
-                raise refuse("sweep.search.trials", knobs.search.trials, text, "null")
+                raise refuse(
+                    "unsupported", "sweep.search.trials", knobs.search.trials, text, "null"
+                )
             grid, seeds = points_of(cfg, args.overrides, knobs), list[int]()
             if knobs.decide:
                 seeds, _ = seeded(knobs, where, cfg, args.overrides, grid)

@@ -10,6 +10,7 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
 from llmexp.settings.config import Config
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
 from llmexp.sweep import ray
@@ -115,4 +116,4 @@ def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     except ConfigError:
         raise
     except ValueError as error:  # of a file that changes meanwhile
-        raise ConfigError(str(error)) from None
+        raise ConfigError(kind_of_error(error, "bad_data"), str(error)) from None

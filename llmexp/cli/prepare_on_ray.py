@@ -12,6 +12,7 @@ from typing import Any
 from llmexp.data.progress import ProgressBar
 from llmexp.data.shards import prepare_part
 from llmexp.data.work import Part, Work
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster
 
@@ -80,9 +81,9 @@ def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
             try:
                 ray.get(handle)
             except ray.exceptions.RayTaskError as error:
-                raise ConfigError(str(error.cause)) from None
+                raise ConfigError(kind_of_error(error.cause, "failed"), str(error.cause)) from None
             except ray.exceptions.RayError as error:
-                raise ConfigError(f"prepare.on=ray: {error}") from None
+                raise ConfigError("failed", f"prepare.on=ray: {error}") from None
         finished = (len(handles) - len(left)) * total // len(handles)
         progress.add(_new_text(works, seen), finished)
     progress.end()

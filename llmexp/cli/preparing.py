@@ -31,7 +31,7 @@ def build_prepare(mapping: Mapping[str, Any]) -> Prepare:
     part_of(found)
     if found.part is not None and found.on != "local":
         text = "Ray deals out the parts itself; leave out one of prepare.part and prepare.on"
-        raise refuse("prepare.part", found.part, text)
+        raise refuse("conflict", "prepare.part", found.part, text)
     return found
 
 
@@ -43,5 +43,5 @@ def part_of(settings: Prepare) -> tuple[int, int] | None:
     number, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= number <= count:
         text = "a part and how many there are is needed, from 1/N to N/N"
-        raise refuse("prepare.part", settings.part, text, PART)
+        raise refuse("out_of_range", "prepare.part", settings.part, text, PART)
     return number, count

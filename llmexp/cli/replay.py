@@ -50,17 +50,24 @@ def wanted_of(args: Any) -> ReplayOf:
         run = name if name and not Path(args.run).exists() else args.run
         known = last_step(Path(run)) if rundir.is_run(Path(run)) else 400
         raise ConfigError(
-            f"{args.run}: the step is missing; for example {shlex.quote(f'{run}@{known}')}"
+            "missing_value",
+            f"{args.run}: the step is missing; for example {shlex.quote(f'{run}@{known}')}",
         )
     rundir.check_plain(Path(name))
     rundir.read_config(Path(name))
     for flag, value in (("lr", args.lr), ("clip", args.clip)):
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag} {value}: must be above 0; for example --{flag} 0.5")
+            raise ConfigError(
+                "out_of_range", f"--{flag} {value}: must be above 0; for example --{flag} 0.5"
+            )
     if args.after is not None and args.after < 0:
-        raise ConfigError(f"--after {args.after}: must be at least 0; for example --after 20")
+        raise ConfigError(
+            "out_of_range", f"--after {args.after}: must be at least 0; for example --after 20"
+        )
     if args.skip and (args.lr is not None or args.clip is not None):
-        raise ConfigError("--skip: leaves the step out; give --lr and --clip without it")
+        raise ConfigError(
+            "conflict", "--skip: leaves the step out; give --lr and --clip without it"
+        )
     after = args.after if args.after is not None else 20 if args.skip else 0
     return ReplayOf(Path(name), int(step), args.start, args.lr, args.clip, args.skip, after)
 

@@ -45,10 +45,12 @@ def main(arguments: list[str]) -> int:
         arguments = [argument for argument in arguments if argument != "-m"]
         return train.main(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):
-        raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
+        raise ConfigError(
+            "damaged_file", f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}"
+        )
     _, step = named_checkpoint(str(path))  # it says what is missing
     way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
-    raise ConfigError(f"{path}: {way}: {forking(path, args.overrides)}")
+    raise ConfigError("unsupported", f"{path}: {way}: {forking(path, args.overrides)}")
 
 
 def forking(path: Path, overrides: Sequence[str]) -> str:
@@ -73,15 +75,15 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         if overrides:
             text = f"this run is finished, so {shlex.join(overrides)} would change nothing"
             way = "to train on, give a longer budget (train.max_steps=...), or fork it"
-            raise ConfigError(f"{path}: {text}; {way}: {forking(path, overrides)}")
+            raise ConfigError("finished_run", f"{path}: {text}; {way}: {forking(path, overrides)}")
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):
-        raise ConfigError(f"{own}: {path} is gone on with where it is; leave it out")
+        raise ConfigError("unsupported", f"{own}: {path} is gone on with where it is; leave it out")
     with contextlib.closing(worker.Worker()) as waiting:
         config = app.composed_over(path, overrides)
         if budget and all(getattr(config.train, name) is None for name in NO_BUDGET):
-            raise refuse(min(budget), None, "is no budget to train on to", 600)
+            raise refuse("missing_value", min(budget), None, "is no budget to train on to", 600)
         environment.refuse_secrets(list(overrides), "the command line")
         for line in environment.fill_tracker({"tracker": plain(config)["tracker"]}):
             child.say(line)

@@ -48,15 +48,17 @@ def main(arguments: list[str]) -> int:
     )
     if args.state is not None and args.state not in STATES:
         text = f"must be one of {', '.join(STATES)}; for example --state failed"
-        raise ConfigError(f"--state {args.state}: {text}")
+        raise ConfigError("unknown_option", f"--state {args.state}: {text}")
     if args.yes and not args.remove_checkpoints:
-        raise ConfigError("--yes: add --remove-checkpoints, which it confirms")
+        raise ConfigError("idle_knob", "--yes: add --remove-checkpoints, which it confirms")
     if args.json and args.remove_checkpoints:
-        raise ConfigError("--json: lists runs; leave it out beside --remove-checkpoints")
+        raise ConfigError(
+            "conflict", "--json: lists runs; leave it out beside --remove-checkpoints"
+        )
     found, problems = find(args.folders or ["outputs"])
     if not found:
         text = "there is no run to show; for example llmexp runs outputs/default"
-        raise ConfigError("\n".join([*problems, text]))
+        raise ConfigError("not_a_run", "\n".join([*problems, text]))
     for problem in problems:
         warn(problem)
     lines = [_line(path, sweep) for path, sweep in found]

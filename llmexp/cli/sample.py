@@ -59,7 +59,7 @@ def text_of(
     limits = {"tokens": (tokens, 1), "temperature": (temperature, 0), "top-k": (top_k, 1)}
     for name, (value, low) in limits.items():
         if not value >= low:
-            raise ConfigError(f"--{name} {value}: must be at least {low}")
+            raise ConfigError("out_of_range", f"--{name} {value}: must be at least {low}")
     path, step = named_checkpoint(run)
     from llmexp import mesh
     from llmexp.train.assembly.opening import join_ranks, open_run

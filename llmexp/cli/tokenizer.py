@@ -10,6 +10,7 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
 from llmexp.runs.rundir import check_new
 from llmexp.settings.commands import command
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import write_whole
 
@@ -65,11 +66,14 @@ def trained(args: Any) -> TrainedTokenizer:
     if args.vocab_size is None or args.vocab_size < SMALLEST:
         given = "is needed" if args.vocab_size is None else f"{args.vocab_size} is too small"
         raise ConfigError(
+            "missing_value" if args.vocab_size is None else "out_of_range",
             f"--vocab-size: {given}; at least {SMALLEST} ids (the bytes and the token between "
-            "documents), for example --vocab-size 32768"
+            "documents), for example --vocab-size 32768",
         )
     if args.pattern not in PATTERNS:
-        raise ConfigError(f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}")
+        raise ConfigError(
+            "unknown_option", f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}"
+        )
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
     check_new(folder, "--out")
     with app.composed(args, "tokenizer") as (cfg, _):
@@ -81,7 +85,7 @@ def trained(args: Any) -> TrainedTokenizer:
     except ConfigError:
         raise
     except ValueError as error:  # of a file that changes meanwhile
-        raise ConfigError(str(error)) from None
+        raise ConfigError(kind_of_error(error, "bad_data"), str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)
     write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)

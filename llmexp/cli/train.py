@@ -41,7 +41,7 @@ def say_tracker(cfg: DictConfig, points: bool = False) -> None:
             "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "
             "its command has no -m)"
         )
-        raise refuse("WANDB_RUN_ID", run_id, text)
+        raise refuse("conflict", "WANDB_RUN_ID", run_id, text)
     for line in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
         say(line)
 
@@ -80,9 +80,8 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
             refuse_unused(args.overrides, multirun)
             if multirun:
                 if args.queue:
-                    raise ConfigError(
-                        "--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm"
-                    )
+                    text = "makes the folder of one run; for a sweep use hydra/launcher=slurm"
+                    raise ConfigError("unsupported", f"--queue: {text}")
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
                 from llmexp.sweep.main import sweep

@@ -18,6 +18,7 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import AUTO, ConfigError, nearest, refuse
 from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted, warn
@@ -47,16 +48,22 @@ def main(arguments: list[str]) -> int:
         config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:
             text = "verify proves runs from their beginning; leave it out"
-            raise refuse("fork.run", config.fork.run, text)
+            raise refuse("unsupported", "fork.run", config.fork.run, text)
         if config.batch.micro_batch_size == AUTO:
-            raise refuse("batch.micro_batch_size", AUTO, "verify tries no sizes; give a number", 8)
+            raise refuse(
+                "unsupported",
+                "batch.micro_batch_size",
+                AUTO,
+                "verify tries no sizes; give a number",
+                8,
+            )
     environment.refuse_secrets(args.overrides, "the command line")
     rundir.check_writable(wanted)
     fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
     # runs of another verification would be gone on with
     if fixed and wanted.is_dir() and any(wanted.iterdir()):
         text = f"is not empty; choose a new folder, for example {wanted}-2"
-        raise refuse("hydra.run.dir", wanted, text)
+        raise refuse("exists", "hydra.run.dir", wanted, text)
     made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
     return prove(Proof(what, rundir.claim(wanted, fixed), config, made_of))
 
@@ -65,17 +72,19 @@ def parse_proof(what: str, rest: list[str]) -> argparse.Namespace:
     """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
     if what not in PROOFS:
         text = f"there is no such proof.{nearest(what, PROOFS)} Known: {', '.join(PROOFS)}"
-        raise ConfigError(f"verify {what}: {text}")
+        raise ConfigError("unknown_option", f"verify {what}: {text}")
     args = command_line.parse("verify", rest)
     if hydra_flags.asked(args):
-        raise ConfigError("verify: --cfg, --info and --hydra-help are flags of llmexp train")
+        raise ConfigError(
+            "unsupported", "verify: --cfg, --info and --hydra-help are flags of llmexp train"
+        )
     if args.steps is not None and args.steps < 2:
         text = "at least 2 optimizer steps are needed; for example --steps 8"
-        raise ConfigError(f"--steps {args.steps}: {text}")
+        raise ConfigError("out_of_range", f"--steps {args.steps}: {text}")
     if what == "data" and (args.steps is not None or args.shrink):
         flag = f"--steps {args.steps}" if args.steps is not None else "--shrink"
         text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
-        raise ConfigError(f"{flag}: {text}")
+        raise ConfigError("idle_knob", f"{flag}: {text}")
     return args
 
 
@@ -116,7 +125,7 @@ def prove(proof: Proof) -> int:
         words = redacted(words)
         with contextlib.suppress(OSError):  # the disk may be what failed
             write_record(proof, None, [], words)
-        raise ConfigError(words) from error
+        raise ConfigError(kind_of_error(error, "cannot_verify"), words) from error
     except KeyboardInterrupt:
         warn("stopped; nothing is proven")
         raise

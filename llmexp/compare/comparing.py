@@ -53,11 +53,14 @@ def compare(
     """
     if align not in UNITS:
         raise ConfigError(
-            f"--align {align}: must be one of {', '.join(UNITS)}; for example --align steps"
+            "unknown_option",
+            f"--align {align}: must be one of {', '.join(UNITS)}; for example --align steps",
         )
     size = None if negligible is None else _size(negligible)
     if target is not None and sort is not None:
-        raise ConfigError(f"--sort {sort}: --target orders the table by itself; leave one out")
+        raise ConfigError(
+            "conflict", f"--sort {sort}: --target orders the table by itself; leave one out"
+        )
     found, problems = find(paths)
     records = read(found)
     f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
@@ -78,8 +81,9 @@ def _size(given: float | str) -> float:
         size = -1.0
     if not 0 <= size < 1e6:
         raise ConfigError(
+            "wrong_type",
             f"--negligible {given}: a size in nats, 0 or more, is needed; for example "
-            "--negligible 0.002"
+            "--negligible 0.002",
         )
     return size
 
@@ -152,8 +156,9 @@ def _metric(
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
         if key not in known:
             raise ConfigError(
+                "unknown_row",
                 f"--sort {sort}: there is no such figure.{nearest(sort, known)} "
-                f"Known: {', '.join(known)}; for example --sort val/loss"
+                f"Known: {', '.join(known)}; for example --sort val/loss",
             )
         return known[key]
     # The figures that are read at one position.

@@ -286,7 +286,10 @@ def target_of(given: object, better: Mapping[str, str]) -> Target:
         value = math.nan
     if not math.isfinite(value) or not way:
         text = "a figure of the rows that is better when lower or higher is needed, and a number"
-        raise ConfigError(f"--target {given}: {text}; for example --target val/loss=3.28")
+        raise ConfigError(
+            "wrong_type" if way else "unknown_row",
+            f"--target {given}: {text}; for example --target val/loss=3.28",
+        )
     return Target(key, value, -1.0 if way == "higher" else 1.0)
 
 

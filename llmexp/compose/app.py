@@ -57,7 +57,7 @@ def hydra_app(
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
-            raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+            raise ConfigError("unknown_file", f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     with ExitStack() as stack:
         if beneath := [run] if run else forking.parents_in(overrides):
@@ -88,7 +88,7 @@ def compose(
         # such as for clip=[{}]
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             text = f"Hydra cannot make a config of this ({error!r})"
-            raise ConfigError(f"{' '.join(overrides)}: {text}") from None
+            raise ConfigError("wrong_type", f"{' '.join(overrides)}: {text}") from None
         HydraConfig.instance().set_config(cfg)
     return cfg, multirun
 
@@ -102,7 +102,7 @@ def composed(args: Any, one: str = "") -> Iterator[tuple[DictConfig, bool]]:
     with hydra_app(args.config_dir, args.overrides, command=args.command) as hydra:
         cfg, multirun = compose(hydra, args.overrides, args.multirun)
         if multirun and one:
-            raise ConfigError(f"{one}: takes one config, not a sweep; leave out -m")
+            raise ConfigError("unsupported", f"{one}: takes one config, not a sweep; leave out -m")
         yield cfg, multirun
 
 
@@ -135,7 +135,9 @@ def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = 
     with user_errors():
         several = next((o.input_line for o in parsed(overrides) if o.is_sweep_override()), None)
     if several is not None:
-        raise ConfigError(f"{several}: several values are a sweep; one is needed here")
+        raise ConfigError(
+            "unsupported", f"{several}: several values are a sweep; one is needed here"
+        )
     overrides = for_hydra(overrides)
     with hydra_app(config_dir, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
@@ -178,7 +180,7 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
         text = "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its"
         text += " start"
         way = "hydra.run.dir takes any path"
-        raise refuse("name", repr(config.name[:100]), f"{text}; {way}", "my_run")
+        raise refuse("wrong_type", "name", repr(config.name[:100]), f"{text}; {way}", "my_run")
     return config
 
 
@@ -190,12 +192,12 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
         text = "a folder is needed, without control characters"
-        raise refuse(key, repr(value), text, "outputs/try1")
+        raise refuse("wrong_type", key, repr(value), text, "outputs/try1")
     if NUMBER_OR_WORD.fullmatch(str(value)):
         given = [w.values[key] for w in layers(typed_in(cfg)) if key in w.values]
         if given and not isinstance(given[-1], str):
             text = "without quotes this is a number to YAML: put quotes around what you wrote"
-            raise refuse(key, given[-1], text, "outputs/try1")
+            raise refuse("wrong_type", key, given[-1], text, "outputs/try1")
     refuse_secrets(str(value), key)
     return Path(str(value))
 
@@ -220,7 +222,7 @@ def run_folder(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Path, bool]:
     rundir.check_writable(wanted)
     if fixed and is_sweep(wanted):
         text = "holds a sweep; a run needs a folder of its own"
-        raise refuse("hydra.run.dir", wanted, text, f"{wanted}-run")
+        raise refuse("exists", "hydra.run.dir", wanted, text, f"{wanted}-run")
     return wanted, fixed
 
 
@@ -236,4 +238,4 @@ def refuse_hosts(
     """Raise ConfigError for a run on several hosts, which this command cannot start."""
     if (nodes := config.parallelism.nnodes) > 1:
         text = f"this command starts ranks on this host only; {instead}"
-        raise refuse("parallelism.nnodes", nodes, text, 1)
+        raise refuse("unsupported", "parallelism.nnodes", nodes, text, 1)

@@ -19,7 +19,14 @@ from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.runs.rundir import built_config
 from llmexp.settings.rules import LIBRARY_TARGET
-from llmexp.settings.values import ConfigError, Parser, override_value, pasteable, typed
+from llmexp.settings.values import (
+    ConfigError,
+    Parser,
+    kind_of_argparse,
+    override_value,
+    pasteable,
+    typed,
+)
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -57,7 +64,7 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
         parts = [part.strip() for part in package.split(",")]
         if not all(name.isidentifier() for part in parts for name in part.split(".")):
             text = "the name of a package is needed; for example --allow mypackage"
-            raise ConfigError(f"--allow {package}: {text}")
+            raise ConfigError("wrong_type", f"--allow {package}: {text}")
         named += parts
     packages = [os.environ.get("LLMEXP_ALLOW", ""), *named]
     if any(packages):
@@ -67,7 +74,7 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
             text = f"there is no such module on the path (looked in {os.getcwd()} too)"
             file = f"{package.replace('.', '/')}.py"
             way = f"for {file} or a folder of this name elsewhere, set PYTHONPATH"
-            raise ConfigError(f"--allow {package}: {text}; {way}")
+            raise ConfigError("missing_package", f"--allow {package}: {text}; {way}")
     return rest
 
 
@@ -105,7 +112,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 
     def unknown(message: str) -> NoReturn:
         way = f"settings are written train.max_steps=100; see llmexp {command} --help"
-        raise ConfigError(f"{message}; {way}")
+        raise ConfigError(kind_of_argparse(message), f"{message}; {way}")
 
     parser.error = unknown  # type: ignore[method-assign]
     for flag, how in _FLAGS.get(command, {}).items():
@@ -117,7 +124,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
             name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
             way = "--config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
             text = "has no meaning here; your own files are options of the groups"
-            raise ConfigError(f"{name}: {text}: {way}")
+            raise ConfigError("unsupported", f"{name}: {text}: {way}")
     args.command += " --measure" * getattr(args, "measure", False)
     args.overrides = for_hydra(args.overrides)
     if getattr(args, "screen", False):
@@ -163,7 +170,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         with suppress(HydraException):
             key = parsed([override])[0].key_or_group
         if not key:
-            raise ConfigError(f"{override}: {_no_override(override, overrides)}")
+            raise ConfigError("wrong_type", f"{override}: {_no_override(override, overrides)}")
 
 
 def _parses(name: str, value: str) -> bool:

@@ -86,16 +86,16 @@ def refuse_secrets(node: Any, key: str = "") -> None:
         for source, secret in known.items():
             if secret in text or secret in name:
                 text = f"holds the value of {source}; a saved config must not hold a secret"
-                raise ConfigError(f"{redacted(name)}: {text}")
+                raise ConfigError("secret", f"{redacted(name)}: {text}")
         shown = [v for v in VARIABLE.findall(text) if is_secret(v)]
         if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
             text = f"{shown[0]} is a secret by its name, and what is here is shown"
-            raise ConfigError(f"{name}: {text}")
+            raise ConfigError("secret", f"{name}: {text}")
         last, given = name.rpartition(".")[2], text and not isinstance(value, bool)
         if given and SECRET_KEY.fullmatch(last) and not VARIABLE.fullmatch(text):
             text = "is a secret by its name, and a config is saved as plain text"
             way = f"set it in the environment and name it: '{name}=${{oc.env:{last.upper()}}}'"
-            raise ConfigError(f"{name}: {text}; {way}")
+            raise ConfigError("secret", f"{name}: {text}; {way}")
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -15,11 +15,12 @@ import yaml
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed, written
 from llmexp.settings.commands import command
+from llmexp.settings.kinds import Kind
 from llmexp.settings.values import (
     ConfigError,
     closest,
@@ -33,7 +34,10 @@ from llmexp.system.text import first_of
 
 _MOST = 18  # names in a list of what there is
 BESIDE = "; options of your own have it beside the others: "
-NO_GROUP = "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
+NO_GROUP: tuple[Kind, str] = (
+    "wrong_type",
+    "hydra: holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1",
+)
 
 
 @contextmanager
@@ -47,13 +51,13 @@ def user_errors(overrides: Sequence[str] = (), sweep: Sequence[str] = ()) -> Ite
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        text = in_words(error, overrides, sweep or overrides)
+        kind, text = in_words(error, overrides, sweep or overrides)
         key = re.match(r"[\w.]+(?=[:=])", text)
-        raise ConfigError(text, key and key[0]) from None
+        raise ConfigError(kind, text, key and key[0]) from None
 
 
-def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -> str:
-    """Return what Hydra refused, in words that name the key, the value and what would be valid.
+def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -> tuple[Kind, str]:
+    """Return the kind of what Hydra refused, and words with the key, the value and a valid one.
 
     `given`: all that was typed, for examples.
     """
@@ -63,20 +67,20 @@ def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -
     several = r"Ambiguous value for argument '(.+?)'\n|Sweep parameters '(.+)' requires --multirun"
     if found := re.search(several, f"{text}\n"):
         way = "several values are a sweep, which needs -m; a list is written key=[a,b]"
-        return f"{found[1] or found[2]}: {way}"
+        return "unsupported", f"{found[1] or found[2]}: {way}"
     changing = r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'"
     if found := re.search(changing, text):
         if "already at" in text:
-            return f"{found[1]}: this key exists; write it without the +"
+            return "exists", f"{found[1]}: this key exists; write it without the +"
         inner = getattr(error.__cause__, "full_key", None)  # of batch={max_steps:3}
         return unknown(inner or found[1].partition("=")[0], overrides, given)
     if found := re.search(r"Error merging override (\S+?)=.*\nCannot merge ", text):
-        return _other_kind(found[1], overrides)
+        return "wrong_type", str(_other_kind(found[1], overrides))
     choosing = r"In '[^']+': Could not (?:find|load) '([^']+)/([^/']+)'"
     if found := re.search(choosing, text):
         group, word = found.groups()
         near = hint(word, options_of(group))
-        return f"{group}={word}: there is no such option.{near}"
+        return "unknown_option", f"{group}={word}: there is no such option.{near}"
     if "Config group override must be" in text:
         groups = loader().list_groups("")
         for o in parsed(overrides):
@@ -84,37 +88,48 @@ def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -
                 return NO_GROUP
             if o.key_or_group in groups and not isinstance(o.value(), (str, list)):
                 known = ", ".join(options_of(o.key_or_group))
-                return f"{o.input_line}: an option of the group is needed. Known: {known}."
+                text = f"{o.input_line}: an option of the group is needed. Known: {known}."
+                return "unknown_option", text
     key = getattr(error, "full_key", None)
     if key and (found := re.search(r"Environment variable '([^']+)' not found", text)):
         unset = f"the environment variable {found[1]} is not set"
         way = f"set it where the run starts, such as with export {found[1]}=..."
-        return str(refuse(key, f"${{oc.env:{found[1]}}}", f"{unset}; {way}"))
+        return "missing_value", str(
+            refuse("missing_value", key, f"${{oc.env:{found[1]}}}", f"{unset}; {way}")
+        )
     noise = re.compile(r"\s*(full_key|object_type|reference_type)")
     lines = [line.strip() for line in text.splitlines() if not noise.match(line)]
-    return (f"{key}: " if key else "") + " ".join(filter(None, lines))
+    return _kind_of(error), (f"{key}: " if key else "") + " ".join(filter(None, lines))
 
 
-def _other_kind(key: str, overrides: Sequence[str]) -> str:
+def _kind_of(error: Exception) -> Kind:
+    if isinstance(error, InterpolationKeyError):
+        return "unknown_key"
+    return "damaged_file" if isinstance(error, yaml.YAMLError) else "wrong_type"
+
+
+def _other_kind(key: str, overrides: Sequence[str]) -> ConfigError:
     """Return the refusal of a list in place of a section of keys, or the other way round."""
     given = next(o.value() for o in parsed(overrides) if o.key_or_group == key)
     if not isinstance(given, list):
         one = [{"match": "*.mlp.*", "lr": 0.3}] if key == "optimizer.groups" else []
-        return str(refuse(key, given, "a list is needed here, not keys", one))
+        return refuse("wrong_type", key, given, "a list is needed here, not keys", one)
     below = [f"{k}=..." for k in flat_keys(known_tree(overrides)) if k.startswith(f"{key}.")]
     if key in ("data.sources", "data.val"):
         below = [f"{key}.web.files=corpus/*.jsonl"]
     example = f"; for example {below[0]}" if below else ""
-    return str(refuse(key, given, f"a section of keys is needed here, not a list{example}"))
+    return refuse(
+        "wrong_type", key, given, f"a section of keys is needed here, not a list{example}"
+    )
 
 
-def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
+def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> tuple[Kind, str]:
     """Return the refusal of a key that the composed config does not have, with the nearest one."""
     if key == "hydra":
         return NO_GROUP
     if key.startswith("user."):
         way = f"a new key of your own is written with a +: +{key}=..."
-        return f"{key}: there is no such key yet; {way}"
+        return "unknown_key", f"{key}: there is no such key yet; {way}"
     tree = known_tree(overrides)
     choices = tree["hydra"]["runtime"]["choices"]
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})
@@ -129,12 +144,13 @@ def unknown(key: str, overrides: Sequence[str], given: Sequence[str]) -> str:
         choices[section] = lacking[0]
     own = own_options(key, given)
     if refusal := not_in_option(choices, key, value, flat):
-        return f"{refusal.partition('; for example ')[0]}{own}" if own else refusal
+        text = f"{refusal.partition('; for example ')[0]}{own}" if own else refusal
+        return "idle_knob", text
     if own:
-        return f"{key}: the option {section}={choices[section]} has no such knob{own}"
+        return "idle_knob", f"{key}: the option {section}={choices[section]} has no such knob{own}"
     near = _longer_in_option(choices, key, value)
     near = near or nearest_key(key, [*flat_keys(tree), "experiment"])
-    return f"{key}: there is no such key or group.{near}"
+    return "unknown_key", f"{key}: there is no such key or group.{near}"
 
 
 def own_options(key: str, given: Sequence[str], point: Sequence[str] = ()) -> str:

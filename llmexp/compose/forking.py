@@ -49,7 +49,7 @@ def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
             runs += [override.value() for override in parsed([f"fork.run={text}"])]
     if len(runs) > 1 and None in runs:
         way = "a run without a parent has none of its settings; train it by a command of its own"
-        raise ConfigError(f"{given[-1]}: {way}")
+        raise ConfigError("unsupported", f"{given[-1]}: {way}")
     return [existing_run(str(run)) for run in runs if run is not None]
 
 
@@ -67,9 +67,11 @@ def existing_run(given: str) -> tuple[Path, int | None]:
         path, step = named_checkpoint(given)
     rundir.check_plain(path)
     if not rundir.is_run(path):
-        raise ConfigError(f"fork.run={given}: {rundir.why_no_run(path)}")
+        raise ConfigError("not_a_run", f"fork.run={given}: {rundir.why_no_run(path)}")
     if rundir.newest_step(path) is None:
-        raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
+        raise refuse(
+            "no_checkpoint", "fork.run", given, "has no checkpoint yet that a fork could go on from"
+        )
     return path, step
 
 
@@ -147,7 +149,9 @@ def root_of(point: Sequence[str], whole: Sequence[str]) -> str:
         return ROOT
     if not own or own[0] not in known:
         run = own[0] if own else None
-        raise ConfigError(f"fork.run={run}: is not among the runs that this sweep forks")
+        raise ConfigError(
+            "unknown_option", f"fork.run={run}: is not among the runs that this sweep forks"
+        )
     return _numbered(ROOT, known.index(own[0]))
 
 
@@ -170,12 +174,12 @@ def settle(
         return None
     if not (forks := forks_in(overrides)):
         text = "is taken from the command line, because all that is not given follows from it"
-        raise refuse("fork.run", fork["run"], text, "outputs/trunk")
+        raise refuse("unsupported", "fork.run", fork["run"], text, "outputs/trunk")
     run, at = forks[0]
     if at is not None:
         if fork.get("step") is not None:
             text = f"fork.run={run}@{at} names a step too; leave one of them out"
-            raise refuse("fork.step", fork["step"], text)
+            raise refuse("conflict", "fork.step", fork["step"], text)
         fork |= {"run": str(run), "step": at}
     if fork.get("step") is None:
         before = rundir.read_run(folder()).get("parent") or {}
@@ -235,7 +239,7 @@ def _updates(step: int, schedule: dict[str, Any]) -> int:
         return steps if isinstance(steps, int) else 1  # refused by its schedule
     if not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
         text = "this share of all updates makes no length of a cooldown; give one between 0 and 1"
-        raise refuse("schedule.decay_ratio", ratio, text, 0.2)
+        raise refuse("out_of_range", "schedule.decay_ratio", ratio, text, 0.2)
     return max(1, math.floor(step * ratio / (1 - ratio) + 0.5))
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from hydra._internal.config_repository import ConfigRepository
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.runs.door import config_text
+from llmexp.settings.kinds import Kind
 from llmexp.settings.targets import RESERVED, inside_allowed, refuse_calls
 from llmexp.settings.values import ConfigError, refuse
 
@@ -70,7 +71,7 @@ def guard(loader: Any) -> None:
             given["hydra" if of_hydra else "task"].append(override)
         if _plain(cfg.hydra).get("overrides") != given:
             text = "is what a command line says; a config file must not set it"
-            raise ConfigError(f"hydra.overrides: {text}")
+            raise ConfigError("not_allowed", f"hydra.overrides: {text}")
         refuse_code(cfg)
         return cfg
 
@@ -86,7 +87,7 @@ def refuse_code(cfg: DictConfig) -> None:
     own = _plain(cfg)["hydra"]
     for key, (harmless, why) in FIXED.items():
         if _below(own, key) not in harmless:
-            raise ConfigError(f"hydra.{key}: {why}")
+            raise ConfigError("not_allowed", f"hydra.{key}: {why}")
     if _below(own, "sweeper") is not None:
         _check_sweeper(_resolved(cfg.hydra, "sweeper", "hydra.sweeper"))
     if _below(own, "launcher") is not None:
@@ -100,9 +101,9 @@ def _check_launcher(launcher: dict[str, Any], own: dict[str, Any]) -> None:
         if key in BY_HAND and value and own["launcher"][key] != typed.get(key):
             text = "runs what it says elsewhere, so it is taken from a command line, not from a "
             text += f"config file or a sweep.json; set it by hydra.launcher.{key}=..."
-            raise ConfigError(f"hydra.launcher.{key}: {text}")
+            raise ConfigError("not_allowed", f"hydra.launcher.{key}: {text}")
         if key not in BY_HAND and isinstance(value, (dict, list)):
-            raise refuse(f"hydra.launcher.{key}", value, "a plain value is needed")
+            raise refuse("wrong_type", f"hydra.launcher.{key}", value, "a plain value is needed")
     refuse_calls("hydra.launcher", {k: v for k, v in launcher.items() if k != "_target_"})
 
 
@@ -123,12 +124,13 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
     try:
         value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
+        kind: Kind = "unknown_key" if isinstance(error, InterpolationKeyError) else "wrong_type"
+        raise ConfigError(kind, f"{name}: {str(error).splitlines()[0]}") from None
     if OmegaConf.is_interpolation(parent, key) and (
         key in RESERVED or OmegaConf.is_config(value) or isinstance(value, (dict, list))
     ):
         text = "may only bring a text or a number from elsewhere in the config; write it out here"
-        raise refuse(name, _plain(parent)[key], text)
+        raise refuse("not_allowed", name, _plain(parent)[key], text)
     if isinstance(value, DictConfig):
         return {k: _resolved(value, k, f"{name}.{k!s}") for k in value}
     if isinstance(value, ListConfig):
@@ -150,7 +152,7 @@ def _check_sweeper(sweeper: dict[str, Any]) -> None:
     rest = dict(sweeper)
     if (target := rest.pop("_target_", None)) not in (None, SWEEPER):
         text = "is not used; a grid needs none, and a search is sweep.search.trials=30"
-        raise ConfigError(f"hydra.sweeper._target_={target}: {text}")
+        raise ConfigError("not_allowed", f"hydra.sweeper._target_={target}: {text}")
     refuse_calls("hydra.sweeper", rest)
 
 
@@ -162,11 +164,11 @@ def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None
     if config_dir and own.exists():
         text = f"{own.name} there would take the place of ours; your own files are options of the "
         text += "groups: DIR/experiment/mine.yaml, then experiment=mine"
-        raise ConfigError(f"--config-dir {config_dir}: {text}")
+        raise ConfigError("not_allowed", f"--config-dir {config_dir}: {text}")
     for override in parsed(o for o in overrides if key_of(o).startswith("hydra.searchpath")):
         paths = override.value()
         for path in paths if isinstance(paths, list) else ():
             scheme, _, package = str(path).partition("://")
             if scheme == "pkg" and not inside_allowed(package.replace("/", ".")):
                 text = "is imported; allow it with --allow"
-                raise refuse("hydra.searchpath", path, text, "file://conf")
+                raise refuse("not_allowed", "hydra.searchpath", path, text, "file://conf")

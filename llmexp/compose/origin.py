@@ -116,7 +116,7 @@ def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:
         if flat[key] is not None and set_now:
             file = None if key in given else origin(cfg, key)
             out = f"it is set in {file}: take it out with ~{key}" if file else "leave it out"
-            raise refuse(key, flat[key], f"{why}; {out}, or {instead}")
+            raise refuse("idle_knob", key, flat[key], f"{why}; {out}, or {instead}")
 
 
 # Keys that act in a sweep only, and keys that act in a single run only, with what to do instead.
@@ -144,14 +144,16 @@ def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if (section := key.partition(".")[0]) in ("plan", "prepare") and section != key:
-            raise refuse(key, value, f"does nothing but in llmexp {section}; leave it out")
+            raise refuse(
+                "idle_knob", key, value, f"does nothing but in llmexp {section}; leave it out"
+            )
         if not multirun and key.startswith(SWEEP_ONLY):
             text = "does nothing without -m, which makes the command a sweep"
-            raise refuse(key, value, f"{text}; add -m, or leave it out")
+            raise refuse("idle_knob", key, value, f"{text}; add -m, or leave it out")
         if multirun and key in RUN_ONLY and value != "null":
             text, instead = RUN_ONLY[key]
             word = pasteable(f"{instead}={value.partition(',')[0]}")
-            raise refuse(key, value, f"{text} {word}")
+            raise refuse("idle_knob", key, value, f"{text} {word}")
 
 
 def typed_keys(overrides: Sequence[str]) -> set[str]:
@@ -173,7 +175,7 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
         source, *_ = file_at(f"experiment/{choice}")
         text = "without it all that it sets is put under `experiment`, where nothing reads it"
         line = "must begin with the line `# @package _global_`"
-        raise ConfigError(f"experiment={choice}: {source} {line}; {text}")
+        raise ConfigError("idle_knob", f"experiment={choice}: {source} {line}; {text}")
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
@@ -206,7 +208,7 @@ def not_in_option(choices: dict[str, Any], key: str, value: str, flat: dict[str,
     Empty for other keys. `flat`: the config without the override."""
     section, _, name = key.partition(".")
     if key in fields() and key in (idle := dead(flat | {key: value})):
-        return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))
+        return str(refuse("idle_knob", key, value, "{}; leave it out, or {}".format(*idle[key])))
     if section not in choices or "." in name:
         return ""
     having = [o for o in options_of(section) if name in option(f"{section}/{o}")]

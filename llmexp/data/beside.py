@@ -52,7 +52,8 @@ def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         return
     if other:
         raise ConfigError(
+            "wrong_tokenizer",
             f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
             f"({noted['sha256'][:8]}), and {tokenizer.name} ({tokenizer.identity[:8]}) is another "
-            "one; give the tokenizer that made them, for example tokenizer=gpt2"
+            "one; give the tokenizer that made them, for example tokenizer=gpt2",
         )

@@ -27,7 +27,9 @@ def cache_folder(cache_dir: str | None) -> Path:
     Nothing is made here. Raises ConfigError.
     """
     if not isinstance(cache_dir, str | None):
-        raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
+        raise refuse(
+            "wrong_type", "data.cache_dir", cache_dir, "the path of a folder is needed, or null"
+        )
     folder = cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp"
     return Path(folder).expanduser().absolute()
 
@@ -59,9 +61,10 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
         raise
     except OSError as error:
         raise ConfigError(
+            "disk",
             f"data.cache_dir={cache}: the token cache cannot be written there "
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
-            "LLMEXP_CACHE_DIR to a folder with room that you may write to"
+            "LLMEXP_CACHE_DIR to a folder with room that you may write to",
         ) from error
 
 

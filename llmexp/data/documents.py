@@ -157,7 +157,7 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
             more = "".join(itertools.islice(texts, 1 + (len(held) - at) // sniffing.BLOCK_BYTES))
             if after or not more:
                 text = f"item {number + 1:,} is no valid JSON ({why}){as_plain(key)}"
-                raise refuse(key, place, text)
+                raise refuse("bad_data", key, place, text)
             held, at = held[at:] + more, 0
             continue
         number, at = number + 1, end + 1
@@ -169,7 +169,7 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
             f"put all into one array, or into lines: jq -c '.[]' {shlex.quote(place)} > FILE.jsonl"
         )
         text = f"there is more behind its array of {number:,} items; {way}{as_plain(key)}"
-        raise refuse(key, place, text)
+        raise refuse("bad_data", key, place, text)
 
 
 def _after_space(text: str, at: int) -> int:

@@ -38,7 +38,7 @@ def allow_open_files(count: int) -> None:
     if there + count + 64 > most:
         text = f"are more than this process may open beside the {there:,} that it has open "
         text += f"({hard:,} in all, by ulimit -Hn); join them to fewer"
-        raise TooManyFiles(f"data: {count:,} token files {text}")
+        raise TooManyFiles("too_large", f"data: {count:,} token files {text}")
     if (wanted := min(there + count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 

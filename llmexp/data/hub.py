@@ -22,14 +22,14 @@ def read_dataset(
     if is_folder and not any(Path(name, saved).exists() for saved in SAVED):
         files = typed(f"{key.removesuffix('hf')}files", f"{name}/*.parquet")
         text = f"this folder was not made by save_to_disk; for files in it use {files}"
-        raise refuse(key, name, text)
+        raise refuse("bad_data", key, name, text)
     with reading(key, name):
         if is_folder:
             found = datasets.load_from_disk(name)
             parts = found if isinstance(found, dict) else {"train": found}
             if split not in parts:
                 text = f"there is no split {split}; the splits are: {', '.join(parts)}"
-                raise refuse(key, name, text)
+                raise refuse("unknown_option", key, name, text)
             records = parts[split]
         else:
             records = datasets.load_dataset(name, revision=revision, split=split, streaming=True)
@@ -40,7 +40,7 @@ def read_dataset(
                 yield record_text(f"{key}={name}, record {number:,}", record, text_key)
     except UnicodeDecodeError as error:  # the library decodes many records at a time
         text = f"after record {number:,} there is text that is not UTF-8 ({error.reason})"
-        raise refuse(key, name, text) from None
+        raise refuse("bad_data", key, name, text) from None
 
 
 def dataset_identity(key: str, name: str, remote: RemoteCache) -> tuple[str, str | None]:

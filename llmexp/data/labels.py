@@ -33,7 +33,7 @@ def add_labels(
     """
     if given["data.val_labels"] is not None and len(streams) < 2:
         text = "there are no data.val_files; the labels of training cover what is held out of it"
-        raise refuse("data.val_labels", given["data.val_labels"], text, "null")
+        raise refuse("idle_knob", "data.val_labels", given["data.val_labels"], text, "null")
     found = {}
     for (key, patterns), stream, some in zip(given.items(), streams, paths.values(), strict=False):
         if patterns is None:
@@ -41,7 +41,9 @@ def add_labels(
         files = match_files(key, patterns, [])
         if len(files) != len(some):
             text = f"{len(files)} files of labels do not fit {len(some)} token files"
-            raise refuse(key, patterns, f"{text}; one for each is needed, in the same order")
+            raise refuse(
+                "conflict", key, patterns, f"{text}; one for each is needed, in the same order"
+            )
         allow_open_files(len(files) + len(some))
         labels = {path: open_tokens(key, path, None) for path in files}
         _check(key, labels, {path: arrays[path] for path in some}, cache)
@@ -59,10 +61,10 @@ def _check(
     for (path, array), (beside, there) in pairs:
         if array.dtype.kind != "i":
             text = f"labels are signed integers in .npy, so that -100 fits; these are {array.dtype}"
-            raise refuse(key, path, text)
+            raise refuse("bad_data", key, path, text)
         if len(array) != len(there):
             text = f"{len(array):,} labels do not fit the {len(there):,} ids of {beside}"
-            raise refuse(key, path, text)
+            raise refuse("bad_data", key, path, text)
 
     def scan() -> None:
         for (path, array), (beside, ids_there) in pairs:
@@ -72,6 +74,6 @@ def _check(
                     at = int(wrong[0])
                     text = f"label {int(some[at])} at position {start + at:,} is neither -100 nor "
                     text += f"the id there, {int(there[at])} of {beside}; labels are not shifted: "
-                    raise refuse(key, path, f"{text}label i is id i")
+                    raise refuse("bad_data", key, path, f"{text}label i is id i")
 
     cached(cache, "labels", key, [*labels, *ids], scan)

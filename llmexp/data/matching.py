@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import refuse, typed
 from llmexp.system.text import first_of
 
@@ -53,18 +54,18 @@ def match_files(key: str, patterns: Any, left: list[str]) -> list[Path]:
                 names = sorted(_expanded(key, expanded, left))
             if not names:
                 text = f"no file matches (looked in {os.path.abspath(os.curdir)})"
-                raise refuse(key, pattern, text)
+                raise refuse("unknown_file", key, pattern, text)
             folders = {name for name in names if os.path.isdir(name)}
             if len(folders) == len(names):
                 text = f"{names[0]} is a folder; for its files write {typed(key, names[0])}"
-                raise refuse(key, pattern, text)
+                raise refuse("unknown_file", key, pattern, text)
             left += [f"{name} (a folder)" for name in folders if "**" not in pattern]
             paths = [str(Path(name)) for name in names if name not in folders]
             for path in paths:
                 if os.path.exists(path) and not os.path.isfile(path):  # it could block for ever
                     text = f"{path} is a pipe or a device, and data files are read more than once"
                     way = "write what comes out of it to a plain file first"
-                    raise refuse(key, pattern, f"{text}; {way}")
+                    raise refuse("unsupported", key, pattern, f"{text}; {way}")
                 with open(path, "rb") as file:
                     file.read(1)
         found += paths
@@ -78,7 +79,7 @@ def readable(key: str, name: str) -> Iterator[None]:
         yield
     except OSError as error:
         text = f"{error.filename} cannot be read: {error.strerror}"
-        raise refuse(key, name, text) from None
+        raise refuse(kind_of_error(error), key, name, text) from None
 
 
 def patterns_of(key: str, given: Any) -> list[str]:
@@ -86,7 +87,10 @@ def patterns_of(key: str, given: Any) -> list[str]:
     wanted = [given] if isinstance(given, str) else given
     several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
     if not wanted or not several:
-        raise refuse(key, given, "a glob or a list of globs is needed", "corpus/**/*.txt")
+        text = "a glob or a list of globs is needed"
+        raise refuse(
+            "wrong_type" if wanted else "missing_value", key, given, text, "corpus/**/*.txt"
+        )
     return list(wanted)
 
 
@@ -123,7 +127,12 @@ def walk(key: str, folder: str, left: list[str]) -> Iterator[str]:
             real = os.path.realpath(path)
             if any(f"{one}/".startswith(os.path.join(real, "")) for one in above):
                 text = f"{path} is a link to {real}, in which it lies itself, so it has no end"
-                raise refuse(key, folder, f"{text}; remove the link, or name the folders beside it")
+                raise refuse(
+                    "bad_data",
+                    key,
+                    folder,
+                    f"{text}; remove the link, or name the folders beside it",
+                )
             if (first := seen.setdefault(real, path)) == path:
                 stack.append((path, (*above, real)))
             else:
@@ -165,7 +174,9 @@ def _documents_below(key: str, folder: str, left: list[str]) -> list[str]:
         of_source = key.endswith(".files")
         hf = f"{key.removesuffix('files')}hf" if of_source else "data.sources.main.hf"
         way = "data=corpus " * (not of_source) + typed(hf, folder)
-        raise refuse(key, folder, f"this folder was made by save_to_disk of datasets; use {way}")
+        raise refuse(
+            "bad_data", key, folder, f"this folder was made by save_to_disk of datasets; use {way}"
+        )
     splits, found, out = dict[str, str](), list[str](), list[str]()
     for path in walk(key, folder, left):
         name = os.path.basename(path)
@@ -177,7 +188,9 @@ def _documents_below(key: str, folder: str, left: list[str]) -> list[str]:
             hit = SPLIT.search(path, len(folder))  # names that say nothing are of training
             splits.setdefault(str(hit.lastgroup) if hit else "train", path)
     if not found:
-        raise refuse(key, folder, f"there are no files in this folder{left_out_text(out)}")
+        raise refuse(
+            "unknown_file", key, folder, f"there are no files in this folder{left_out_text(out)}"
+        )
     if len(splits) > 1:
         there = ", ".join(f"{split} ({path})" for split, path in splits.items())
         one, way = splits.get("train", found[0]), "move the files of the others away"
@@ -186,6 +199,6 @@ def _documents_below(key: str, folder: str, left: list[str]) -> list[str]:
             way = typed(key, one[: hit.end()] + ("*/**" if "/" in rest else "*"))
         text = f"its files are of several splits: {there}; a folder stands for one, so choose: "
         every = typed(key, os.path.join(folder, "**"))
-        raise refuse(key, folder, f"{text}{way}, or all of them: {every}")
+        raise refuse("missing_value", key, folder, f"{text}{way}, or all of them: {every}")
     left += sorted(out)
     return sorted(found, key=lambda path: path.split(os.sep))

@@ -72,7 +72,7 @@ def count_records(
     for found in records:
         if isinstance(found, BadRecord):
             if not skip_bad:
-                raise ConfigError(f"{found}{way}")
+                raise ConfigError("bad_data", f"{found}{way}")
             counts.bad += 1
             counts.first_bad = counts.first_bad or str(found)
         elif found is None:

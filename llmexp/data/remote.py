@@ -24,6 +24,7 @@ from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
 from llmexp.data.files import sha256_of
 from llmexp.data.matching import match_files, named_once, patterns_of
 from llmexp.settings.commands import need_package
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError, refuse
 
 _T = TypeVar("_T")
@@ -46,7 +47,9 @@ def reading(key: str, place: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise refuse(key, place, f"needs a package that is missing: {error}") from None
+        raise refuse(
+            "missing_package", key, place, f"needs a package that is missing: {error}"
+        ) from None
     except ValueError:  # it names the place
         raise
     except Exception as error:
@@ -54,7 +57,7 @@ def reading(key: str, place: str) -> Iterator[None]:
         if isinstance(error, TimeoutError):
             why = "no answer in time"
         way = "try again, or copy it to this disk"
-        raise Unreachable(f"{key}={place}: cannot be read ({why}); {way}") from None
+        raise Unreachable("network", f"{key}={place}: cannot be read ({why}); {way}") from None
 
 
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
@@ -71,7 +74,9 @@ def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader
     try:
         return open(place, "rb")
     except OSError as error:
-        raise refuse(key, place, f"cannot be read: {error.strerror}") from None
+        raise refuse(
+            kind_of_error(error), key, place, f"cannot be read: {error.strerror}"
+        ) from None
 
 
 def is_remote(place: str) -> bool:
@@ -140,7 +145,7 @@ def match_places(key: str, patterns: Any, remote: RemoteCache, left: list[str]) 
         with reading(key, pattern):
             names = sorted(system.glob(path))
         if not names:
-            raise refuse(key, pattern, "no file matches there")
+            raise refuse("unknown_file", key, pattern, "no file matches there")
         return [str(system.unstrip_protocol(name)) for name in names]
 
     found = list[str]()

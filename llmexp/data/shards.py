@@ -36,6 +36,7 @@ from llmexp.data.stored import SourceShards, open_shards, stream_of
 from llmexp.data.stream import DataChanged, sample_digest
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Work, work_of
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import flush_to_disk, write_whole
 from llmexp.system.text import size_text
@@ -65,7 +66,7 @@ def write_source(work: Work, cache: Path) -> SourceShards:
         raise
     if (found := open_shards(work)) is None:
         text = f"what was written to {folder} reads back damaged"
-        raise ConfigError(f"data.cache_dir={cache}: {text}")
+        raise ConfigError("damaged_file", f"data.cache_dir={cache}: {text}")
     return found
 
 
@@ -231,7 +232,7 @@ def encoded(
             return tokenizer.encode_documents(texts, not texts or job.pieces[-1].ends)
         except ValueError as error:
             text = f"the tokenizer {tokenizer.name} gave up on a text: {error}"
-            raise ConfigError(text) from None
+            raise ConfigError(kind_of_error(error, "wrong_tokenizer"), text) from None
 
     def noted() -> Iterator[Job]:  # the reading is ahead of what is encoded
         for job in _jobs(documents, counts, tokenizer, wanted):
@@ -355,7 +356,7 @@ def _join(work: Work) -> None:
         text += f"; {total.bad:,} cannot be read, such as {total.first_bad}" if total.bad else ""
         places = [source.hf] if source.hf else source.files
         where = f"{source.key}={places[0]}" if len(places) == 1 else source.key
-        raise ConfigError(f"{where}: there are no documents{text}")
+        raise ConfigError("too_little_data", f"{where}: there are no documents{text}")
     found = {
         "format": SHARD_FORMAT,
         "dtype": id_type(work.tokenizer).str,

@@ -54,7 +54,9 @@ def sniffed(key: str, place: str, head: bytes) -> str | None:
     """
     for form, (what, way) in REFUSED.items():
         if re.match(form, head):
-            raise refuse(key, place, f"is {what}; {way.format(path=shlex.quote(place))}")
+            raise refuse(
+                "bad_data", key, place, f"is {what}; {way.format(path=shlex.quote(place))}"
+            )
     return next((name for name, form in READ.items() if re.match(form, head)), None)
 
 
@@ -127,7 +129,7 @@ def kind_of_file(key: str, place: str, plain: bool = False) -> str:
             if b"\0" in line:
                 way = "; if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"
                 text = "is no text: there are zero bytes in it"
-                raise refuse(key, place, text + way * (b"\0" in line[:2]))
+                raise refuse("bad_data", key, place, text + way * (b"\0" in line[:2]))
             line = line.removeprefix(BOM)
             while line and not line.strip(BLANK):
                 line = inner.readline(BLOCK_BYTES)
@@ -157,4 +159,4 @@ def damage_named(key: str, place: str) -> Iterator[None]:
             if of_network or not (of_library or isinstance(error, DAMAGED)):
                 raise
             text = f"is cut short or damaged ({error}); get the file again"
-            raise refuse(key, place, text) from None
+            raise refuse("damaged_file", key, place, text) from None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmexp.data.files import cut_text
+from llmexp.settings.kinds import Kind
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import file_state, sampled
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ OTHER_IDS += "missing"
 
 class DataChanged(OSError, ValueError):
     """A data file is not any more what it was when it was opened."""
+
+    kind: Kind = "bad_data"
 
 
 @dataclass(frozen=True)
@@ -279,9 +283,10 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
             way = "labels with -100 are files of their own: data.train_labels"
             way = way if ids[at] == -100 else OTHER_IDS
             place = f"{int(ids[at])} at position {start + at:,} (of {len(array):,})"
-            raise ValueError(
+            raise ConfigError(
+                "bad_data",
                 f"{name}: token id {place} is not in the vocabulary of {vocab_size} ids; valid are "
-                f"0 to {vocab_size - 1}. {way}"
+                f"0 to {vocab_size - 1}. {way}",
             )
 
 

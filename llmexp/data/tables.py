@@ -45,14 +45,14 @@ def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
         if name not in kind.names:
             names = first_of(kind.names, 8) or "none"
             there = f"the fields of {'.'.join(path)}" if path else "the columns"
-            raise refuse(key, place, f"no column {text_key!r}; {there} are: {names}")
+            raise refuse("bad_data", key, place, f"no column {text_key!r}; {there} are: {names}")
         path.append(name)
         kind, left = kind.field(name).type, left[len(name) + 1 :]
         if left and not hasattr(kind, "names"):
             left = ""
     kind = getattr(kind, "value_type", kind) if hasattr(kind, "index_type") else kind
     if ".".join(path) != text_key or str(kind) not in TEXT_TYPES:
-        raise refuse(key, place, f"the column {'.'.join(path)!r} is no text but {kind}")
+        raise refuse("bad_data", key, place, f"the column {'.'.join(path)!r} is no text but {kind}")
     return path
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from llmexp.data.cache import cached
 from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.labels import plural
 from llmexp.settings.values import refuse
 
@@ -52,7 +53,7 @@ def open_all(given: Mapping[str, Iterable[Path]], dtype: str | None) -> dict[Pat
     flat = (p for p, ids in arrays.items() if not getattr(ids, "offset", 1) and not index_of(p))
     if dtype is not None and next(flat, None) is None:
         text = f"does nothing: {next(iter(arrays))} says itself of which type its ids are"
-        raise refuse("data.dtype", dtype, f"{text}; leave it out")
+        raise refuse("idle_knob", "data.dtype", dtype, f"{text}; leave it out")
     return arrays
 
 
@@ -63,18 +64,18 @@ def open_tokens(key: str, path: Path, dtype: str | None) -> np.ndarray:
     """
     size = path.stat().st_size
     if size == 0:
-        raise refuse(key, path, "the file is empty (0 bytes)")
+        raise refuse("damaged_file", key, path, "the file is empty (0 bytes)")
     try:
         if path.suffix == ".npy":
             return _open_npy(path, size, dtype or FLAT)
         if path.suffix == ".bin":
             return _open_bin(path, size, dtype or FLAT)
     except (OSError, ValueError) as error:
-        raise refuse(key, path, str(error)) from None
+        raise refuse(kind_of_error(error, "damaged_file"), key, path, str(error)) from None
     if path.suffix == ".idx":
         pair = f"is the index of {path.stem}.bin; name the .bin file, and the index is found"
-        raise refuse(key, path, pair, path.with_suffix(".bin"))
-    raise refuse(key, path, "a token file ends in .npy or .bin; for text use data=text")
+        raise refuse("bad_data", key, path, pair, path.with_suffix(".bin"))
+    raise refuse("bad_data", key, path, "a token file ends in .npy or .bin; for text use data=text")
 
 
 def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:

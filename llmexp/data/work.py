@@ -190,7 +190,13 @@ def sources_of(data: dict[str, Any], keep: bool = True) -> tuple[list[Source], R
     target, knobs = resolve("data", data, ())
     if not hasattr(target, "documents"):
         text = "has no documents of text; use data=corpus or data=text"
-        raise refuse("data._target_", data["_target_"], text, "llmexp.data.sources.corpus.corpus")
+        raise refuse(
+            "unsupported",
+            "data._target_",
+            data["_target_"],
+            text,
+            "llmexp.data.sources.corpus.corpus",
+        )
     remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True, keep=keep)
     return target(**knobs).documents(remote), remote
 
@@ -251,7 +257,7 @@ def refuse_shared_files(works: Iterable[Work]) -> None:
             if there != key:
                 alike = "" if other == name else f" under the name {other}"
                 text = f"{name} is in {there} too{alike}; a file belongs to one source"
-                raise ConfigError(f"{key}: {text}")
+                raise ConfigError("conflict", f"{key}: {text}")
 
 
 def _state_of(name: str) -> tuple[int, ...] | None:

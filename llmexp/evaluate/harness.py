@@ -38,7 +38,9 @@ def evaluate_by_harness(
             tasks = manager(include_path=folder)
             matched = tasks.match_tasks(list(names))
             if unknown := [name for name in names if not tasks.match_tasks([name])]:
-                raise ConfigError(f"there is no task {unknown[0]}; lm_eval ls tasks lists them")
+                raise ConfigError(
+                    "unknown_option", f"there is no task {unknown[0]}; lm_eval ls tasks lists them"
+                )
             exported = export_run(checkpoint, model, None)
             given = {"pretrained": str(model), "dtype": "auto"}
             found = harness.simple_evaluate(
@@ -50,10 +52,10 @@ def evaluate_by_harness(
                 task_manager=tasks,
             )
         except ConfigError as error:
-            raise ConfigError(f"{shown}: {error}") from None
+            raise ConfigError(error.kind, f"{shown}: {error}") from None
         except Exception as error:  # of the network, of a file, of a tokenizer
             reason = one_line(error, 400)
-            raise ConfigError(f"{shown}: lm-eval failed: {reason}") from None
+            raise ConfigError("failed", f"{shown}: lm-eval failed: {reason}") from None
     kind = str(found["config"].get("model_dtype", "")).removeprefix("torch.")
     return {**found, "step": exported.step, "device": device, "precision": kind}
 

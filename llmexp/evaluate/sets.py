@@ -204,8 +204,9 @@ def score_set(
     sequences = there if tokens is None else min(there, -(-tokens // length))
     if not sequences:
         raise ConfigError(
+            "too_little_data",
             f"{name}: {len(stream):,} tokens do not fill one sequence; batch.sequence_length="
-            f"{length} needs {length + 1:,}"
+            f"{length} needs {length + 1:,}",
         )
     tokenizer = model.opened.tokenizer
     end = tokenizer.eot_token if corpus.is_text else None
@@ -215,7 +216,7 @@ def score_set(
         add_all(model, config, corpus, stream, sequences, sums)
     units, figures = sums.take()
     if not len(units):
-        raise ConfigError(f"{name}: has no target that counts")
+        raise ConfigError("too_little_data", f"{name}: has no target that counts")
     found = {
         "set": name,
         "unit": sums.unit,
@@ -225,12 +226,13 @@ def score_set(
         **_figures(*figures),
     }
     if not math.isfinite(found["loss"]):
-        raise ConfigError(f"{name}: the loss is not finite")
+        raise ConfigError("not_finite", f"{name}: the loss is not finite")
     if by_document:
         if sums.unit != "documents":
             raise ConfigError(
+                "unsupported",
                 f"--by document: {name} has no documents (no end-of-text id stands between them); "
-                "use --by set"
+                "use --by set",
             )
         starts = np.concatenate([[0], ends + 1])
         found["documents"] = [

@@ -104,17 +104,23 @@ def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
     """
     if own := next((run for run in runs if (run / RECORD).exists()), None):
         mean_of = facts_of(own)["mean_of"].removeprefix(EMA_OF)
-        raise ConfigError(f"{own}: is an average; name the checkpoints themselves: {mean_of}")
+        raise ConfigError(
+            "unsupported", f"{own}: is an average; name the checkpoints themselves: {mean_of}"
+        )
     first, *others = map(what_it_is, runs)
     for run, here in zip(runs[1:], others, strict=True):
         if keys := sorted(k for k in first.keys() | here if first.get(k) != here.get(k)):
             texts = [f"{key} ({first.get(key)} and {here.get(key)})" for key in keys]
-            raise ConfigError(f"{runs[0]} and {run}: have other models: {', '.join(texts)}")
+            raise ConfigError(
+                "wrong_weights", f"{runs[0]} and {run}: have other models: {', '.join(texts)}"
+            )
     first_shapes, *shapes = [{n: p[0].shape for n, p in one.model.items()} for one in checkpoints]
     for run, there in zip(runs[1:], shapes, strict=True):
         if there != first_shapes:
             names = sorted(dict(there.items() ^ first_shapes.items()))
-            raise ConfigError(f"{runs[0]} and {run}: have other tensors: {first_of(names, 8)}")
+            raise ConfigError(
+                "wrong_weights", f"{runs[0]} and {run}: have other tensors: {first_of(names, 8)}"
+            )
 
 
 def what_it_is(run: Path) -> dict[str, Any]:
@@ -129,8 +135,9 @@ def refuse_average(folder: Path) -> None:
     """Raise ConfigError for the folder of an average, where a run to go on from is needed."""
     if (folder / RECORD).exists():
         raise ConfigError(
+            "unsupported",
             f"{folder}: is an average of checkpoints, from which no run goes on; begin one with "
-            f"its weights: {command('train', '...', ('model.init_from', folder))}"
+            f"its weights: {command('train', '...', ('model.init_from', folder))}",
         )
 
 
@@ -143,4 +150,6 @@ def facts_of(folder: Path) -> dict[str, Any]:
         ema = EMA_OF * (record.get("weights") == "ema")
         return record["run"] | {"mean_of": f"{ema}{record['mean_of']}"}
     except (KeyError, TypeError):
-        raise ConfigError(f"{folder / RECORD}: is damaged; make the average anew") from None
+        raise ConfigError(
+            "damaged_file", f"{folder / RECORD}: is damaged; make the average anew"
+        ) from None

@@ -44,7 +44,9 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     wrong |= {name for name, shape in written.items() if known.get(name) != shape}
     if wrong:
         names = first_of(sorted(wrong), 8)
-        raise ConfigError(f"transformers {library.__version__} has other tensors: {names}")
+        raise ConfigError(
+            "wrong_weights", f"transformers {library.__version__} has other tensors: {names}"
+        )
     if not (folder / "tokenizer.json").is_file():
         return []
     try:
@@ -56,7 +58,9 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         text = next((t for t in TEXTS if ids[t] != tokenizer.encode_ordinary(t)), None)
     except Exception as error:  # whatever its classes raise
         why = one_line(error)
-        raise ConfigError(f"AutoTokenizer does not read the tokenizer: {why}") from None
+        raise ConfigError(
+            "wrong_tokenizer", f"AutoTokenizer does not read the tokenizer: {why}"
+        ) from None
     if text is None:
         return []
     version = f"{type(theirs).__name__} of transformers {library.__version__}"
@@ -64,7 +68,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     files: dict[str, str | bytes] = {"tokenizer.json": (folder / "tokenizer.json").read_text()}
     if doubts(tokenizer, files):
         return [found]
-    raise ConfigError(f"{found}; --no-check writes the folder all the same")
+    raise ConfigError("wrong_tokenizer", f"{found}; --no-check writes the folder all the same")
 
 
 def _model(library: Any, folder: Path) -> Any:
@@ -75,7 +79,9 @@ def _model(library: Any, folder: Path) -> Any:
             return library.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
         why = one_line(error)
-        raise ConfigError(f"transformers does not read the config.json: {why}") from None
+        raise ConfigError(
+            "unsupported", f"transformers does not read the config.json: {why}"
+        ) from None
 
 
 def _written(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -125,7 +125,9 @@ def _write_file(
                 tensor = tensor[: shapes[rule.theirs][0]]
             if not all_finite(tensor):
                 kind = TYPES[kinds[rule.theirs]]
-                raise ConfigError(f"{rule.theirs} has values that are not finite in {kind}")
+                raise ConfigError(
+                    "not_finite", f"{rule.theirs} has values that are not finite in {kind}"
+                )
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())

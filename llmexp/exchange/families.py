@@ -227,12 +227,13 @@ def family_of(section: Mapping[str, Any]) -> Family:
             return family
     if ours:
         switches = ", ".join(f"model.{key}={section.get(key, off)}" for key, off in OFF.items())
-        raise ConfigError(f"no family of transformers has all of {switches}")
+        raise ConfigError("unsupported", f"no family of transformers has all of {switches}")
     known = sorted({family.target for family in FAMILIES})
     raise ConfigError(
+        "unsupported",
         f"model._target_={target}: only {' and '.join(known)} have a counterpart in transformers; "
         "of another model, model.safetensors in a checkpoint's folder holds the weights under "
-        "the names of its parameters"
+        "the names of its parameters",
     )
 
 
@@ -273,18 +274,19 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
     if not known:
         kinds = ", ".join(sorted({family.model_type for family in FAMILIES}))
         raise ConfigError(
+            "unsupported",
             f"{where}: model_type={kind}: no model of ours computes it; known: {kinds}; any other "
-            "is trained by model=hf model.path=FOLDER"
+            "is trained by model=hf model.path=FOLDER",
         )
     family = next((f for f in known if _other(config, f) is None), known[0])
     config = {**family.absent, **config}
     if (key := _other(config, family)) is not None:
         text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
-        raise ConfigError(text)
+        raise ConfigError("unsupported", text)
     needed = {"vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "norm_eps"}
     needed &= family.sizes.keys()
     if absent := [family.sizes[key] for key in needed if not config.get(family.sizes[key])]:
-        raise ConfigError(f"{where}: lacks {', '.join(sorted(absent))}")
+        raise ConfigError("damaged_file", f"{where}: lacks {', '.join(sorted(absent))}")
     knobs = {
         ours: _value(config, ours, theirs, where)
         for ours, theirs in family.sizes.items()
@@ -309,7 +311,9 @@ def _value(config: Mapping[str, Any], ours: str, theirs: str, where: str) -> Any
     value = config[theirs]
     kinds = {"norm_eps": float, "tied_head": bool}
     if type(value) is not (kind := kinds.get(ours, int)):
-        raise ConfigError(f"{where}: {theirs}={value!r}: must be of type {kind.__name__}")
+        raise ConfigError(
+            "damaged_file", f"{where}: {theirs}={value!r}: must be of type {kind.__name__}"
+        )
     return value
 
 
@@ -322,7 +326,9 @@ def _other(config: Mapping[str, Any], family: Family) -> str | None:
 def _gelu(name: str, where: str) -> str:
     kinds = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
     if not (isinstance(name, str) and name in kinds):
-        raise ConfigError(f"{where}: activation_function={name}: known: {', '.join(kinds)}")
+        raise ConfigError(
+            "unsupported", f"{where}: activation_function={name}: known: {', '.join(kinds)}"
+        )
     return kinds[name]
 
 
@@ -333,13 +339,17 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the knobs of the rotary positions, in the form of transformers 5 or of before."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ConfigError(f"{where}: the rotary positions are {given!r}: must be an object")
+        raise ConfigError(
+            "damaged_file", f"{where}: the rotary positions are {given!r}: must be an object"
+        )
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"{where}: rope_type={kind}: our models know default and llama3 only")
+        raise ConfigError(
+            "unsupported", f"{where}: rope_type={kind}: our models know default and llama3 only"
+        )
     scaling = {key: given.get(key) for key in ROPE} if kind == "llama3" else None
     for key, value in {"rope_theta": theta, **(scaling or {})}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{where}: {key}={value!r}: must be a number")
+            raise ConfigError("damaged_file", f"{where}: {key}={value!r}: must be a number")
     return {"rope_theta": float(theta), "rope_scaling": scaling}

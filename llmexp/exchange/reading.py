@@ -65,31 +65,35 @@ def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSou
     ConfigError, which the caller begins with the name that was given, as here all do.
     """
     if not isinstance(given, str):
-        raise ConfigError("is no folder; for example model.init_from=gpt2-folder")
+        raise ConfigError("wrong_type", "is no folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
     if folder.is_file():
-        raise ConfigError(f"is a file; name the folder that holds it: {folder.parent}")
+        raise ConfigError(
+            "unknown_file", f"is a file; name the folder that holds it: {folder.parent}"
+        )
     if (folder / MANIFEST).is_file() and is_step(folder):
         name = f"{folder.parent.parent}@{step_of(folder)}"
-        raise ConfigError(f"is a checkpoint; name it {name}")
+        raise ConfigError("not_a_run", f"is a checkpoint; name it {name}")
     if folder.is_dir() and not rundir.is_run(folder):
         if not (folder / "config.json").is_file():
             raise ConfigError(
+                "not_a_run",
                 "is neither a run folder (no config.yaml) nor a Hugging Face folder (no "
-                "config.json)"
+                "config.json)",
             )
         return of_folder(folder)
     if not folder.exists() and "@" not in given:
         raise ConfigError(
+            "unknown_file",
             "there is no such folder; a model of the hub is fetched by: hf download NAME "
-            "--local-dir FOLDER"
+            "--local-dir FOLDER",
         )
     path, step = named_checkpoint(str(folder))
     if step is None:
         if (step := rundir.newest_step(path)) is None:
-            raise ConfigError("has no checkpoint yet")
+            raise ConfigError("no_checkpoint", "has no checkpoint yet")
         if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
-            raise ConfigError(f"is being trained; name a step, for example {given}@{step}")
+            raise ConfigError("busy", f"is being trained; name a step, for example {given}@{step}")
     root = path / rundir.CHECKPOINTS
     loaded = loading.read_checkpoint(checkpoint_folder(root, step), ("model",), share)
     return of_checkpoint(loaded, rundir.built_config(path).model)
@@ -156,15 +160,15 @@ def of_folder(folder: Path) -> WeightSource:
     tied = {"lm_head.weight"} if knobs.get("tied_head", True) else set()
     extra = [n for n in names.keys() - wanted - tied if not n.endswith(family.ignored)]
     if missing := sorted(wanted - names.keys()):
-        raise ConfigError(f"lacks tensors: {first_of(missing, 8)}")
+        raise ConfigError("wrong_weights", f"lacks tensors: {first_of(missing, 8)}")
     if extra:
         text = first_of(sorted(extra), 8)
-        raise ConfigError(f"holds tensors that no part of ours takes: {text}")
+        raise ConfigError("wrong_weights", f"holds tensors that no part of ours takes: {text}")
 
     slices = {n: opened[place[names[n]]].get_slice(names[n]) for n in wanted}
     if other := sorted({s.get_dtype() for s in slices.values()} - FLOATS):
         text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
-        raise ConfigError(f"holds weights of type {text}")
+        raise ConfigError("wrong_weights", f"holds weights of type {text}")
     shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
     label = f"{folder} ({family.architecture})"
     return WeightSource(
@@ -194,9 +198,10 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     if source.target != section["_target_"]:
         option = OPTIONS.get(source.target, "...")
         raise ConfigError(
+            "wrong_weights",
             f"holds a {source.target}, not a {section['_target_']}; choose "
             f"model={option}, which takes its sizes from there, or for any folder of transformers "
-            "model=hf model.path=FOLDER"
+            "model=hf model.path=FOLDER",
         )
     growing = _growing(source, section, hasattr(model, "position_embedding"))
     own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -204,7 +209,7 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     wrong = sorted(own.keys() ^ covered)
     wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
     if wrong:
-        raise ConfigError(f"has other tensors; differing: {first_of(wrong, 8)}")
+        raise ConfigError("wrong_weights", f"has other tensors; differing: {first_of(wrong, 8)}")
     return [f"model.{key} grows from {a:,} to {b:,}" for key, (a, b) in growing.items()]
 
 
@@ -231,7 +236,7 @@ def _growing(
                 continue  # a limit only
         differing.append(text)
     if differing:
-        raise ConfigError(f"needs {' '.join(differing)}")
+        raise ConfigError("wrong_weights", f"needs {' '.join(differing)}")
     return found
 
 
@@ -276,7 +281,7 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
             if count and held.numel():
                 part = source.read(rule.theirs, (box[::-1] if turned else box) or None)
                 if not all_finite(part):
-                    raise ConfigError(f"{rule.theirs} has values that are not finite")
+                    raise ConfigError("not_finite", f"{rule.theirs} has values that are not finite")
                 part, ratio = part.T if turned else part, source.factor(name) / factor(name)
                 target = held[:count] if shape else held
                 target.copy_(part if ratio == 1 else part.double() * ratio)

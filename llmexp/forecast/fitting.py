@@ -65,7 +65,7 @@ def known(config: Config, parts: Parts) -> Config:
     found = remembered(_SIZES, *_deciding(config, parts)[1])
     if found is None:
         text = "the size is found when the run starts; for a forecast add plan.device"
-        raise refuse(_KEY, AUTO, text, "auto plan.device=cpu")
+        raise refuse("missing_value", _KEY, AUTO, text, "auto plan.device=cpu")
     return cut(config, found["micro_batch_size"])
 
 
@@ -98,7 +98,7 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
     room = memory.room_of(parts, device, limit)
     if room is None:
         text = "this host does not say what memory it has; give batch.memory_gib"
-        raise refuse(_KEY, AUTO, text, "auto batch.memory_gib=16")
+        raise refuse("missing_value", _KEY, AUTO, text, "auto batch.memory_gib=16")
     return room
 
 
@@ -120,7 +120,9 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
         except Died as death:
             # the size is not the cause; a host without memory kills with the same words
             if str(death) == why and "SIGKILL" not in why:
-                raise refuse(_KEY, AUTO, f"steps fail, whatever the size: {why}") from None
+                raise refuse(
+                    "failed", _KEY, AUTO, f"steps fail, whatever the size: {why}"
+                ) from None
             why = str(death)
         else:
             rate = parts.run.sequence_length * sequences / found["step_s"]
@@ -173,7 +175,7 @@ def _refusal(parts: Parts, why: str) -> ConfigError:
     limited = ", or raise batch.memory_gib" * (parts.config.batch.memory_gib is not None)
     way = f"take a shorter sequence or a smaller model{limited}; llmexp plan plan.device=... names"
     text = f"does not fit at micro_batch_size 1: {why}; {way} more"
-    return refuse("batch.sequence_length", parts.run.sequence_length, text)
+    return refuse("too_large", "batch.sequence_length", parts.run.sequence_length, text)
 
 
 def _sequences(size: int, first: int, whole: int) -> int:

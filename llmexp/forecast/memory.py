@@ -204,5 +204,7 @@ def precision_on(parts: Parts, asked: str, device: Device | None) -> str:
         return "bf16" if device.bf16 else "fp32"
     if (asked == "bf16" and not device.bf16) or (asked == "tf32" and asked not in device.tflops):
         other = "fp16" if asked == "bf16" else "fp32"
-        raise refuse("precision.kind", asked, f"{device.name} has no units for it", other)
+        raise refuse(
+            "no_device", "precision.kind", asked, f"{device.name} has no units for it", other
+        )
     return asked

@@ -76,7 +76,7 @@ class Planner:
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
-            raise refuse("plan.price_per_gpu_hour", plan.price_per_gpu_hour, text)
+            raise refuse("idle_knob", "plan.price_per_gpu_hour", plan.price_per_gpu_hour, text)
         cost = None
         if times is not None:
             cost = duration.cost_of(parts.run, parts.config, times, gpus, plan.price_per_gpu_hour)
@@ -210,12 +210,16 @@ class Planner:
         there = hardware.accelerator(parts.device) if run.device == "cuda" else None
         if self._plan.device is not None and there != self._device:
             text = f"--measure times the device that is there, {run.device_name}"
-            raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")
+            raise refuse(
+                "conflict", "plan.device", self._plan.device, f"{text}; leave one of them out"
+            )
         try:
             disk = rundir.check_writable(Path(folder).absolute().parent)
             found = measured(parts.config, True, disk)
         except Died as death:
-            raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
+            raise ConfigError(
+                "failed", f"--measure: the steps of the run failed: {death}"
+            ) from None
         kind = deciding_work(parts.config, run.device_name)
         remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
         times = Times.of(found)

@@ -59,10 +59,10 @@ def build_plan(mapping: Mapping[str, Any]) -> PlanKnobs:
     for name in ("memory_gib", "host_gib"):
         if found.device is None and (value := getattr(found, name)) is not None:
             text = "acts only beside plan.device; add for example plan.device=h200"
-            raise refuse(f"plan.{name}", value, text)
+            raise refuse("idle_knob", f"plan.{name}", value, text)
     if found.device is not None:
         device_named(found.device)
     if found.device in (None, "cpu") and found.peak_share != PEAK_SHARE:
         text = "is of an accelerator's peak; add for example plan.device=h200"
-        raise refuse("plan.peak_share", found.peak_share, text)
+        raise refuse("idle_knob", "plan.peak_share", found.peak_share, text)
     return found

@@ -60,11 +60,14 @@ def fit(
     for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
         if value is not None and value not in known:
             raise ConfigError(
+                "unknown_option",
                 f"--{name} {value}: must be one of {', '.join(known)}; for example --{name} "
-                f"{known[0]}"
+                f"{known[0]}",
             )
     if by is not None and form not in (None, "power"):
-        raise ConfigError(f"--by {by}: is of a power law; for example --form power --by {by}")
+        raise ConfigError(
+            "conflict", f"--by {by}: is of a power law; for example --form power --by {by}"
+        )
     found, problems = ladders(paths, None if by in AXES else by)
     points = [p for ladder in found for p in ladder.points]
     counted = _count(points, count)
@@ -118,8 +121,9 @@ def positive(given: float | str, what: str = "FLOPs") -> float:
     if not 0 < value < TOP:
         example = "1e16" if what.lower() == "flops" else "1e9"
         raise ConfigError(
+            "wrong_type",
             f"--predict {given}: a number above 0 is needed, {what}; for example --predict "
-            f"{example}"
+            f"{example}",
         )
     return value
 
@@ -129,16 +133,20 @@ def _count(points: Sequence[LawPoint], count: str | None) -> str:
     known = counts_of(points)
     if not known:
         raise ConfigError(
+            "cannot_fit",
             "the paths count parameters in no common way (CSV files and runs together); fit them "
-            "one by one, for example llmexp fit outputs/default"
+            "one by one, for example llmexp fit outputs/default",
         )
     if count is None or count in known:
         return count or known[0]
     if known == [GIVEN]:
         raise ConfigError(
-            f"--count {count}: a CSV file has one N, counted as it was there; leave --count out"
+            "idle_knob",
+            f"--count {count}: a CSV file has one N, counted as it was there; leave --count out",
         )
-    raise ConfigError(f"--count {count}: not all runs know it; for example --count {known[0]}")
+    raise ConfigError(
+        "cannot_fit", f"--count {count}: not all runs know it; for example --count {known[0]}"
+    )
 
 
 def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
@@ -150,8 +158,9 @@ def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
     vary = [k for k in sorted(keys) if len({number(g.get(k)) for g in given}) > 1]
     there = f" (runs differ in {listed(vary, 8)})" if vary else ""
     raise ConfigError(
+        "unknown_row",
         f"--by {by}: no run has a number above 0 of that name{there}; for example --by tokens."
-        f"{nearest(by, [*AXES, *keys])}"
+        f"{nearest(by, [*AXES, *keys])}",
     )
 
 

@@ -59,7 +59,7 @@ class Surface(Law):
                 f"{ladder.name}: has {why}; train at least 3 sizes at 3 budgets, or fit one axis; "
                 "for example --form power --by tokens"
             )
-            raise ConfigError(". ".join([text, *ladder.notes]))
+            raise ConfigError("cannot_fit", ". ".join([text, *ladder.notes]))
         super().__init__(ladder, x, losses, seed)
         self.rungs = rungs_of_sizes(compute, self.sizes)
         self.frontier = Frontier(self.ensemble.laws, FlopsBySize.of(x[0], compute - x[1]))

@@ -71,7 +71,9 @@ def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[
     if not found:
         why = "; ".join(f"{listed(names)}: {reason}" for reason, names in out.items())
         text = f"there is no run to fit{f' ({why})' if why else ''}"
-        raise ConfigError("\n".join([*problems, f"{text}; for example llmexp fit outputs/default"]))
+        raise ConfigError(
+            "cannot_fit", "\n".join([*problems, f"{text}; for example llmexp fit outputs/default"])
+        )
     _tell_apart(found)
     return found, problems
 

@@ -92,8 +92,9 @@ class Law:
     def __init__(self, ladder: Ladder, x: np.ndarray, losses: np.ndarray, seed: int) -> None:
         if np.ptp(losses) == 0:
             raise ConfigError(
+                "cannot_fit",
                 f"{ladder.name}: all losses are {losses[0]:g}, so they depend on nothing; give "
-                "runs, or a column loss, of which the losses differ"
+                "runs, or a column loss, of which the losses differ",
             )
         self.ladder, self.losses, self.seed = ladder, losses, seed
         self.ensemble = Ensemble(x, np.log(losses), seed)

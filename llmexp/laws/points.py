@@ -16,6 +16,7 @@ from llmexp.compare.comparing import tokenizer_sha
 from llmexp.compare.figures import broken, figures, task
 from llmexp.compare.judging import decays_at_last
 from llmexp.compare.records import TWIN, Record
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
 
@@ -130,28 +131,31 @@ def read_csv(path: Path) -> Ladder:
             reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
             lines = [(reader.line_num, line) for line in reader]
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(kind_of_error(error), f"{path}: cannot be read: {error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         text = "its first line names the columns, such as N,D,loss"
-        raise ConfigError(f"{path}: is no CSV file in UTF-8 ({error}); {text}") from None
+        raise ConfigError(
+            "damaged_file", f"{path}: is no CSV file in UTF-8 ({error}); {text}"
+        ) from None
     if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
-        raise ConfigError(f"{path}: has the column {twice[0]} twice; leave one out")
+        raise ConfigError("bad_data", f"{path}: has the column {twice[0]} twice; leave one out")
     columns = [c for c in _COLUMNS if c in heads]
     if "loss" not in columns or len(columns) < 3:
         raise ConfigError(
+            "bad_data",
             f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
-            "of one of the first two; for example a first line N,D,loss"
+            "of one of the first two; for example a first line N,D,loss",
         )
     ladder = Ladder(path.stem, [], origin=path)
     for place, line in lines:
         if any(line.pop(None, ())):
             text = f"has more values than the {len(heads)} columns; a decimal sign is a point: 2.9"
-            raise ConfigError(f"{path}: line {place}: {text}")
+            raise ConfigError("bad_data", f"{path}: line {place}: {text}")
         values = {head: _number(text) for head, text in line.items()}
         for c in columns:
             if values[c] is None:
                 text = f"{c}={line[c] or ''}: must be a number; example 2.5e8"
-                raise ConfigError(f"{path}: line {place}: {text}")
+                raise ConfigError("bad_data", f"{path}: line {place}: {text}")
         given = {c: values[c] or 0.0 for c in columns}
         label = f"line {place}"
         if not all(0 < v < math.inf for v in given.values()):
@@ -162,7 +166,9 @@ def read_csv(path: Path) -> Ladder:
         flops = given.get("C") or 6 * n * d
         ladder.points.append(LawPoint(label, {GIVEN: n}, d, flops, given["loss"], values))
     if not ladder.points:
-        raise ConfigError(f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1")
+        raise ConfigError(
+            "bad_data", f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
+        )
     return ladder
 
 

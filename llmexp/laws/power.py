@@ -44,7 +44,7 @@ class Power(Law):
         if why := self.lacking(self.x[None]):
             more = "more budgets" if by in AXES else f"more of {by}"
             text = f"{ladder.name}: has {why}; train {more}, or give the paths of more runs"
-            raise ConfigError(". ".join([text, *ladder.notes]))
+            raise ConfigError("cannot_fit", ". ".join([text, *ladder.notes]))
         super().__init__(ladder, np.log([self.x]), losses, seed)
         first, last = float(self.x[0]), float(self.x[-1])
         self.last = np.flatnonzero(self.x == last)

@@ -77,9 +77,10 @@ def check_loopback() -> None:
             socket.create_connection(("localhost", port), timeout=LOOPBACK_S).close()
     except OSError as error:
         raise ConfigError(
+            "network",
             "the ranks of one host talk over its loopback interface, and localhost cannot be "
             f"reached ({error}); bring it up (ip link set lo up), or start the container with a "
-            "network"
+            "network",
         ) from None
 
 
@@ -104,7 +105,9 @@ def join(  # noqa: PLR0913 (what parallelism says)
     expected = replicate_size * shard_size * tensor_parallel_size
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world != expected:
-        raise ConfigError(f"{world} ranks were started, but the run's parallelism has {expected}")
+        raise ConfigError(
+            "wrong_ranks", f"{world} ranks were started, but the run's parallelism has {expected}"
+        )
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

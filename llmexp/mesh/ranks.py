@@ -236,9 +236,9 @@ def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:
             "torchrun or Slurm starts the ranks of several hosts; on each of them, for example "
             "LLMEXP_RDZV_ENDPOINT=host1:29400 launchers/torchrun.sh RUN_DIR"
         )
-        raise ConfigError(f"parallelism.nnodes={nnodes}: {text}") from None
+        raise ConfigError("wrong_ranks", f"parallelism.nnodes={nnodes}: {text}") from None
     if nodes != nnodes:
         text = f"the Slurm job has {nodes} nodes; start it with sbatch --nodes={nnodes}"
-        raise ConfigError(f"parallelism.nnodes={nnodes}: {text}")
+        raise ConfigError("wrong_ranks", f"parallelism.nnodes={nnodes}: {text}")
     port = 20000 + job % 30000  # jobs that share a node get ports of their own
     return node * ranks, {"MASTER_ADDR": address, "MASTER_PORT": str(port)}

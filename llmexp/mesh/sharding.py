@@ -137,9 +137,10 @@ def shard_parameters(
         root: Any = loss
         if not hasattr(root, "set_reduce_scatter_unused_params"):
             raise ConfigError(
+                "missing_package",
                 f"parallelism={mesh.kind}: torch {torch.__version__} mixes the gradients of "
                 "ranks where one of them does not use a parameter of a model of your own; "
-                "install torch 2.13 or later, or train with parallelism=ddp"
+                "install torch 2.13 or later, or train with parallelism=ddp",
             )
         _keep_order(mesh, loss, compiled)
         root.set_reduce_scatter_unused_params(True)  # as `_reduce_unused` under DDP
@@ -161,10 +162,11 @@ def _keep_order(mesh: Mesh, loss: SummedLoss, compiled: bool) -> None:
         if maximum(mesh, torch.tensor([number, -number])).sum():
             where = "the end" if number < 0 else f"block {number}"
             raise ConfigError(
+                "bad_own_part",
                 f"model: rank {mesh.rank} came to {where} of a pass, and others to another one; "
                 f"parallelism={mesh.kind} needs the same blocks in the same order on all ranks: "
                 "run a block that is to be dropped and take its output times 0, or train with "
-                "parallelism=ddp"
+                "parallelism=ddp",
             )
 
     # such a call cuts a compiled graph, which holds what comes after it

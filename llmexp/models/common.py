@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
             return
         if base_width is None:
             text = "model.parametrization=mup needs the width at which it is the standard one"
-            raise refuse("model.base_width", None, text, 256)
+            raise refuse("missing_value", "model.base_width", None, text, 256)
         self.base_width, self.width_ratio = base_width, width / base_width
         for block in self.blocks:
             attention: Any = block.attention
@@ -270,8 +270,9 @@ def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) 
         divisors = [d for d in range(1, whole + 1) if whole % d == 0]
         nearest = sorted(sorted(divisors, key=lambda d: abs(d - divisor))[:3])
         raise ConfigError(
+            "out_of_range",
             f"model.{divisor_name}={divisor} does not divide model.{whole_name}={whole}: "
-            f"nearest valid values of model.{divisor_name}: {', '.join(map(str, nearest))}"
+            f"nearest valid values of model.{divisor_name}: {', '.join(map(str, nearest))}",
         )
 
 
@@ -279,8 +280,9 @@ def check_length(length: int, max_position_embeddings: int) -> None:
     """Raise ConfigError where a batch is longer (in tokens) than the model has positions."""
     if length > max_position_embeddings:
         raise ConfigError(
+            "out_of_range",
             f"sequence of {length} tokens: the model has model.max_position_embeddings="
-            f"{max_position_embeddings}; shorten batch.sequence_length or raise it"
+            f"{max_position_embeddings}; shorten batch.sequence_length or raise it",
         )
 
 

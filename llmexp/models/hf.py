@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from llmexp.models.common import all_finite, check_length
 from llmexp.settings.commands import how_to_install
+from llmexp.settings.kinds import Kind, kind_of_error
 from llmexp.settings.values import ConfigError, knob, refuse
 from llmexp.system.fileio import read_object
 from llmexp.system.text import first_of
@@ -52,16 +52,16 @@ class HuggingFace(nn.Module):
                     trust_remote_code=False,
                 )
                 if missing := sorted(found["missing_keys"]):  # which the library would draw
-                    raise ConfigError(f"its weights lack {first_of(missing, 8)}")
+                    raise ConfigError("wrong_weights", f"its weights lack {first_of(missing, 8)}")
                 for name, p in self.model.named_parameters():
                     if not all_finite(p):
-                        raise ConfigError(f"{name} has values that are not finite")
+                        raise ConfigError("not_finite", f"{name} has values that are not finite")
                 self.model.train()  # the library has put it into evaluation
             else:
                 self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:
             why = str(error).splitlines()[0]
-            raise refuse("model.path", path, why) from None
+            raise refuse(kind_of_error(error, "damaged_file"), "model.path", path, why) from None
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -88,13 +88,15 @@ def _config(path: str | None) -> tuple[Any, Any]:
     wrong = _wrong(path)
     if not path or not (Path(path) / "config.json").is_file():
         raise wrong(
+            "unknown_file",
             "a folder with config.json is needed; a model of the hub is fetched by: "
-            "hf download NAME --local-dir FOLDER"
+            "hf download NAME --local-dir FOLDER",
         )
     try:
         library = transformers()
     except ImportError:
         raise ConfigError(
+            "missing_package",
             "model=hf needs the package transformers, which is not installed; "
             f"{how_to_install('transformers')}",
             "model",
@@ -103,19 +105,20 @@ def _config(path: str | None) -> tuple[Any, Any]:
     kind = described.get("model_type")
     if code := described.get("auto_map"):
         raise wrong(
+            "not_allowed",
             f"its config.json names code in the folder (auto_map: {code}), which is never run; "
-            f"where transformers has model_type={kind} itself, take auto_map out of config.json"
+            f"where transformers has model_type={kind} itself, take auto_map out of config.json",
         )
     try:
         config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
-        raise wrong(f"transformers knows no model_type={kind}") from None
+        raise wrong("unsupported", f"transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise wrong(f"{kind} is no causal language model")
+        raise wrong("unsupported", f"{kind} is no causal language model")
     return library, config
 
 
-def weight_files(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path, Any]:
+def weight_files(folder: Path, wrong: Callable[[Kind, str], ConfigError]) -> dict[Path, Any]:
     """Return the files of weights of a folder of transformers, opened as safetensors.
 
     Raises `wrong` of the words for a file that is missing or damaged.
@@ -124,31 +127,34 @@ def weight_files(folder: Path, wrong: Callable[[str], ConfigError]) -> dict[Path
     if index.is_file():
         places = _object(index, wrong).get("weight_map")
         if not isinstance(places, dict):
-            raise wrong(f"{index.name}: holds no weight_map; download it again")
+            raise wrong("damaged_file", f"{index.name}: holds no weight_map; download it again")
         names = sorted({Path(str(at)).name for at in places.values()})
     opened = {}
     for file in (folder / name for name in names):
         if not file.is_file():
             if pickles := sorted(one.name for one in folder.glob("*.bin")):
                 raise wrong(
+                    "not_allowed",
                     f"holds pickled weights ({pickles[0]}), which may run code when they are read, "
                     "and are not read; save them as safetensors with transformers: "
-                    "model.save_pretrained(DIR)"
+                    "model.save_pretrained(DIR)",
                 )
-            raise wrong(f"{file.name} is missing; download it again")
+            raise wrong("unknown_file", f"{file.name} is missing; download it again")
         try:
             opened[file] = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise wrong(f"{file.name}: cannot be read: {error}; download it again") from None
+            raise wrong(
+                "damaged_file", f"{file.name}: cannot be read: {error}; download it again"
+            ) from None
     return opened
 
 
-def _object(file: Path, wrong: Callable[[str], ConfigError]) -> dict[str, Any]:
+def _object(file: Path, wrong: Callable[[Kind, str], ConfigError]) -> dict[str, Any]:
     try:
         return read_object(file, file.name)
     except ValueError as error:
-        raise wrong(str(error)) from None
+        raise wrong("damaged_file", str(error)) from None
 
 
-def _wrong(path: Path | str | None) -> Callable[[str], ConfigError]:
-    return functools.partial(refuse, "model.path", path)
+def _wrong(path: Path | str | None) -> Callable[[Kind, str], ConfigError]:
+    return lambda kind, why: refuse(kind, "model.path", path, why)

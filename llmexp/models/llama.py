@@ -44,7 +44,7 @@ class RopeScaling:
         low, high = self.low_freq_factor, self.high_freq_factor
         if not low < high:
             text = f"must be above low_freq_factor={low}"
-            raise refuse("model.rope_scaling.high_freq_factor", high, text, low * 4)
+            raise refuse("out_of_range", "model.rope_scaling.high_freq_factor", high, text, low * 4)
 
     def scaled(self, frequencies_k: Tensor) -> Tensor:
         """Return the stretched frequencies."""
@@ -162,13 +162,13 @@ def _head_dim(given: int | None, d_model: int, n_heads: int) -> int:
     """Return the features per head, an even number: they rotate in pairs. Raises ConfigError."""
     if given is not None:
         if given % 2:
-            raise refuse("model.head_dim", given, "must be even", given + 1)
+            raise refuse("out_of_range", "model.head_dim", given, "must be even", given + 1)
         return given
     check_divides("n_heads", n_heads, "d_model", d_model)
     found = d_model // n_heads
     if found % 2:
         text = f"gives {n_heads} heads that are {found} wide: rotary positions need an even width"
-        raise refuse("model.d_model", d_model, text, (found + 1) * n_heads)
+        raise refuse("out_of_range", "model.d_model", d_model, text, (found + 1) * n_heads)
     return found
 
 

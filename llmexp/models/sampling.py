@@ -34,16 +34,19 @@ def generate(
     ConfigError, at the call, for an empty prompt or a setting out of range.
     """
     if not prompt_tokens:
-        raise ConfigError("empty prompt: at least one token is needed to continue from")
+        raise ConfigError(
+            "missing_value", "empty prompt: at least one token is needed to continue from"
+        )
     minima = {"max_new_tokens": (max_new_tokens, 0), "context_length": (context_length, 1)}
     minima |= {"top_k": (1 if top_k is None else top_k, 1)}
     for name, (value, minimum) in minima.items():
         if value < minimum:
-            raise ConfigError(f"{name}={value}: must be at least {minimum}")
+            raise ConfigError("out_of_range", f"{name}={value}: must be at least {minimum}")
     if not 0 <= temperature < math.inf:
         raise ConfigError(
+            "out_of_range",
             f"temperature={temperature}: must be a finite number, 0 (the most likely token) or "
-            "above"
+            "above",
         )
 
     def continuation() -> Iterator[int]:

@@ -34,11 +34,11 @@ def run(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
     value = given[key]
     if now.max_steps <= loaded.step:
         text = f"is {now.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
-        raise refuse(key, value, text)
+        raise refuse("out_of_range", key, value, text)
     if before.tail_sequences and loaded.step == before.max_steps:
         step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
         text = f"the last window of {path} was a short one, which a longer run does not have"
-        raise ConfigError(f"{key}={value}: {text}; {_fork(path, step, key, value)}")
+        raise ConfigError("other_run", f"{key}={value}: {text}; {_fork(path, step, key, value)}")
     section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
     then = rate_factor(section, before.max_steps)
     updates = int(loaded.state["progress"]["updates"])
@@ -47,9 +47,10 @@ def run(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
         step = max((s for s in rundir.saved_steps(path) if s <= other), default=None)
         name = str(section["_target_"]).rpartition(".")[2]
         raise ConfigError(
+            "other_run",
             f"{key}={value}: the schedule of {path} ({name}, over {before.max_steps:,} updates) "
             f"would have had another rate from update {other:,} on, and the run has done "
-            f"{updates:,}; {_fork(path, step, key, value)}"
+            f"{updates:,}; {_fork(path, step, key, value)}",
         )
 
 

@@ -42,12 +42,12 @@ def run(config: Config, model: nn.Module) -> Callable[[Corpus], Parent]:
     if step is None or step not in kept:
         text = f"{path} keeps no checkpoint of this step; it keeps those of "
         near = min(kept, key=lambda s: abs(s - (step or 0)), default=None)
-        raise refuse("fork.step", step, text + _listed(kept), near)
+        raise refuse("no_checkpoint", "fork.step", step, text + _listed(kept), near)
     try:
         folder = checkpoint_folder(path / rundir.CHECKPOINTS, step)
         loaded = loading.read_checkpoint(folder, ("model",), hash_share=None)
     except loading.CheckpointError as error:
-        raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
+        raise refuse(error.kind, "fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)
     return functools.partial(parent_of, config, path, tree, recorded, loaded)
 
@@ -67,7 +67,9 @@ def parent_of(
         done = stage_at(recorded_stages(recorded), step).sequences_at(step)
         done = min(done, recorded["total_sequences"])
     except KeyError as error:
-        raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
+        raise ConfigError(
+            "damaged_file", f"{path / rundir.RUN}: has no {error} of the run"
+        ) from None
     where, order = _place(plain(config), plain(tree), recorded, corpus, done)
     return Parent(
         folder=str(path),
@@ -103,7 +105,7 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
     run, step, begin = config.fork.run, config.fork.step, config.model.get("init_from")
     if begin != there.model.get("init_from"):
         text = "a fork begins with the weights of its parent; leave it out, or leave fork.run out"
-        raise refuse("model.init_from", begin, text)
+        raise refuse("conflict", "model.init_from", begin, text)
     try:
         loading.refuse_other_model(loaded, named_tensors(model))
     except loading.CheckpointError as error:
@@ -116,23 +118,23 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         why = f"a fork has the model of its parent{has}" if keys else f"{run}: {error}"
         begin = typed("model.init_from", f"{run}@{step}")
         way = f"leave it out, or begin a new run with what fits: {begin}"
-        raise ConfigError(f"{given or 'model'}: {why}; {way}") from None
+        raise ConfigError("wrong_weights", f"{given or 'model'}: {why}; {way}") from None
     for key in CONVERTED:
         now, before = ({"parametrization": "standard"} | c.model for c in (config, there))
         if now.get(key) != before.get(key):
             text = f"the parent's weights are of {before.get(key)}; leave it out, or convert them"
             way = f"for a new run: {typed('model.init_from', f'{run}@{step}')}"
-            raise refuse(f"model.{key}", now.get(key), f"{text} {way}")
+            raise refuse("wrong_weights", f"model.{key}", now.get(key), f"{text} {way}")
     if config.fork.moments == "drop":
         return
     kinds = [o.get("name", o["_target_"]) for o in (config.optimizer, there.optimizer)]
     types = [precision.parameter_dtype(c.precision.kind) for c in (config, there)]
     if kinds[0] != kinds[1]:
         text = f"the parent's are of {kinds[1]}, and this run has {kinds[0]}"
-        raise refuse("fork.moments", "keep", text, "drop")
+        raise refuse("conflict", "fork.moments", "keep", text, "drop")
     if types[0] != types[1]:
         text = f"the parent's are {types[1]}, and those of this run {types[0]}"
-        raise refuse("fork.moments", "keep", text, "drop")
+        raise refuse("conflict", "fork.moments", "keep", text, "drop")
 
 
 def _place(

@@ -147,7 +147,7 @@ def _answer_of(chooser: subprocess.Popen[str]) -> dict[str, Any]:
     if code := chooser.wait():
         why = how_it_died(code, stopped=False)
         text = f"batch.micro_batch_size=auto: no size was found: {why}"
-        return {"error": error_record(ConfigError(text))}
+        return {"error": error_record(ConfigError("failed", text))}
     found: dict[str, Any] = json.loads(text)
     return found
 

@@ -59,12 +59,14 @@ def run(
     except ConfigError:
         raise
     except Unfit as wrong:
-        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}") from None
+        raise ConfigError(
+            "bad_own_part", f"model: {dotted}: {wrong}{_line(model, dotted)}"
+        ) from None
     except (MemoryError, torch.OutOfMemoryError):
         return []  # the run itself says what would fit
     except Exception as error:
         text = f"failed on tokens {_shape(tokens)}: {described(error)}"
-        raise ConfigError(f"model: {dotted} {text}") from error
+        raise ConfigError("bad_own_part", f"model: {dotted} {text}") from error
     finally:
         # the process may live on beside the runs, as that which checks a sweep does
         if device.type == "cuda":

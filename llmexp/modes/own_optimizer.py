@@ -38,7 +38,9 @@ def run(
                     raise Unfit(f"{text} another type, such as torch.float32")
             return found, []
     except Unfit as error:
-        raise refuse(key, dotted, f"{error}{place_of(section, 'optimizer')}") from None
+        raise refuse(
+            "bad_own_part", key, dotted, f"{error}{place_of(section, 'optimizer')}"
+        ) from None
     except Exception as error:
         what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
         what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())

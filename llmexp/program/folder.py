@@ -78,7 +78,9 @@ class Run:
         known = {key for row in rows for key in row}
         for key in keys:
             if rows and key not in known:
-                raise ConfigError(f"{key}: no row of {self.path} has it.{nearest(key, known)}")
+                raise ConfigError(
+                    "unknown_row", f"{key}: no row of {self.path} has it.{nearest(key, known)}"
+                )
         found = [row for row in rows if all(key in row for key in keys)]
         columns: list[np.ndarray] = [np.array([row[key] for row in found]) for key in keys]
         return columns if len(keys) > 1 else columns[0]

@@ -81,9 +81,9 @@ def compare(*paths: Any, align: str = "tokens",
     try:
         comparison = comparing.compare(_paths(paths), **how)
     except ConfigError as error:
-        raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
+        raise ConfigError(error.kind, _as_arguments(str(error), how), error.key) from None
     if not comparison.settings:
-        raise ConfigError(comparing.no_runs_found(comparison))
+        raise ConfigError("cannot_compare", comparing.no_runs_found(comparison))
     return Answer(comparison)
 
 
@@ -143,7 +143,7 @@ def fit(*paths: Any, form: str | None = None, by: str | None = None, count: str 
     try:
         return Laws(answer.fit(_paths(paths), **how))
     except ConfigError as error:
-        raise ConfigError(_as_arguments(str(error), how), error.key, error.code) from None
+        raise ConfigError(error.kind, _as_arguments(str(error), how), error.key) from None
 
 
 def next_step(*paths: Any, negligible: float | None = None) -> Step:

@@ -53,7 +53,7 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
     printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
     why = "\n".join(printed) or f"llmexp train ended with exit code {code}"
     if code == REFUSED:
-        error = json.loads(text or "{}").get("error") or {"key": None, "code": ""}
+        error = json.loads(text or "{}").get("error") or {"key": None, "code": "failed"}
         raise refusal(error | {"message": why})
     found: dict[str, Any] = {"path": "", "runs": []}
     if text or code == DONE:
@@ -84,7 +84,8 @@ def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
             return dict(found)
     flags = [word for word in words if word.startswith("-")]
     raise ConfigError(
-        f"{' '.join(flags)}: trains no run; it is for the command line: {command('train', *flags)}"
+        "unsupported",
+        f"{' '.join(flags)}: trains no run; it is for the command line: {command('train', *flags)}",
     )
 
 
@@ -128,7 +129,7 @@ def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | l
     if isinstance(found, Planned):
         return found
     if found.refused:
-        raise ConfigError("\n".join(reasons(found.refused)))
+        raise ConfigError(found.refused[0].kind, "\n".join(reasons(found.refused)))
     return found.plans
 
 

@@ -268,11 +268,11 @@ def check_model(model: Any, length: int, tokenizer: Any) -> int | None:
     vocab_size: int | None = getattr(model, "vocab_size", None)
     if positions is not None and length > positions:
         text = f"the model has {positions} positions"
-        raise refuse("batch.sequence_length", length, text, positions)
+        raise refuse("out_of_range", "batch.sequence_length", length, text, positions)
     tokens = tokenizer.n_vocab
     if vocab_size is not None and vocab_size < tokens:
         text = f"is smaller than the tokenizer {tokenizer.name} with {tokens} tokens"
-        raise refuse("model.vocab_size", vocab_size, text, -(-tokens // 64) * 64)
+        raise refuse("out_of_range", "model.vocab_size", vocab_size, text, -(-tokens // 64) * 64)
     return vocab_size
 
 
@@ -283,10 +283,10 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
         step = getattr(train, name)
         if step is not None and step > max_steps:
             text = f"is past the end of the run, which is {max_steps} optimizer steps; leave it out"
-            raise refuse(f"train.{name}", step, text, max_steps)
+            raise refuse("out_of_range", f"train.{name}", step, text, max_steps)
         if step is not None and step <= first:
             text = f"counts the parent's part too, and the fork begins after step {first}"
-            raise refuse(f"train.{name}", step, text, first + 1)
+            raise refuse("out_of_range", f"train.{name}", step, text, first + 1)
 
 
 def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
@@ -318,6 +318,7 @@ def solve(
     val_sequences = max(0, facts.val_tokens - 1) // length
     if facts.train_sequences < 1:
         raise refuse(
+            "too_little_data",
             "batch.sequence_length",
             length,
             f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} "

@@ -50,6 +50,7 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
         accum = _divide(real, micro * dp_size, f"micro_batch_size {micro} x dp_size {dp_size}")
     elif micro * accum * dp_size != real:
         raise refuse(
+            "conflict",
             "batch.real_batch_size",
             real,
             f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
@@ -69,7 +70,7 @@ def _sequences(batch: Batch, dp_size: int) -> int:
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else None
     if real is not None and real * length != tokens:
         text = f"batch.real_batch_size={real} x sequence_length {length} = {real * length:,} tokens"
-        raise refuse(key, tokens, f"{text}; leave one of the two out", real * length)
+        raise refuse("conflict", key, tokens, f"{text}; leave one of the two out", real * length)
     parts = {
         "sequence_length": length,
         "micro_batch_size": micro,
@@ -80,7 +81,7 @@ def _sequences(batch: Batch, dp_size: int) -> int:
     unit = length * (micro or 1) * (accum or 1) * dp_size
     if micro and accum and unit != tokens:
         text = f"{product} = {unit:,} tokens; set one of them to null to have it solved"
-        raise refuse(key, tokens, text, unit)
+        raise refuse("conflict", key, tokens, text, unit)
     _divide(tokens, unit, product, key)
     return tokens // length
 
@@ -93,7 +94,7 @@ def _solve_ramp(batch: Batch, ramp: dict[int, int], dp_size: int) -> SolvedBatch
     for name, last in ends.items():
         if (given := getattr(batch, name)) not in (None, last):
             text = f"batch.ramp ends with {sizes[-1]} sequences a step; leave one of them out"
-            raise refuse(f"batch.{name}", given, text, "null")
+            raise refuse("conflict", f"batch.{name}", given, text, "null")
     if not isinstance(micro, int):
         _check_ramp(ramp, dp_size, f"dp_size {dp_size}")
         micro = _uncut(batch, dp_size) if micro == AUTO else shared_sequences(batch) // dp_size
@@ -102,7 +103,7 @@ def _solve_ramp(batch: Batch, ramp: dict[int, int], dp_size: int) -> SolvedBatch
     if accum not in (None, steps[-1]):
         counts = " and ".join(map(str, steps))
         text = f"batch.ramp has stages of {counts} micro-batches of {micro} sequences; leave it out"
-        raise refuse("batch.gradient_accumulation_steps", accum, text, "null")
+        raise refuse("conflict", "batch.gradient_accumulation_steps", accum, text, "null")
     solved = {"micro_batch_size": micro, "gradient_accumulation_steps": steps[-1]}
     return SolvedBatch(**vars(batch) | solved | {"real_batch_size": sizes[-1]})
 
@@ -113,7 +114,7 @@ def _check_ramp(ramp: dict[int, int], by: int, what: str) -> None:
         if size % by:
             near = {key: -(-value // by) * by for key, value in ramp.items()}
             text = f"{size} sequences from token {tokens:,} on are not a multiple of {what} = {by}"
-            raise refuse("batch.ramp", override_value(ramp), text, near)
+            raise refuse("out_of_range", "batch.ramp", override_value(ramp), text, near)
 
 
 def shared_sequences(batch: Batch) -> int:
@@ -140,22 +141,26 @@ def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: 
     )
     if given.tokens_per_step is not None:
         tokens = fitting and fitting * length
-        return refuse("batch.tokens_per_step", given.tokens_per_step, why, tokens)
+        return refuse(
+            "too_little_data", "batch.tokens_per_step", given.tokens_per_step, why, tokens
+        )
     if given.ramp is not None:
         ramp = ramp_sizes(given.ramp)
         smaller = fitting and {tokens: min(size, fitting) for tokens, size in ramp.items()}
-        return refuse("batch.ramp", given.ramp, f"{max(ramp.values())} {why}", smaller)
+        return refuse(
+            "too_little_data", "batch.ramp", given.ramp, f"{max(ramp.values())} {why}", smaller
+        )
     if given.real_batch_size is not None:
-        return refuse("batch.real_batch_size", real, why, fitting)
+        return refuse("too_little_data", "batch.real_batch_size", real, why, fitting)
     why = (
         f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
         f"{real} {why}"
     )
     if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
         most = train_sequences // (micro * dp_size) or None
-        return refuse("batch.gradient_accumulation_steps", accum, why, most)
+        return refuse("too_little_data", "batch.gradient_accumulation_steps", accum, why, most)
     most = train_sequences // (accum * dp_size) or None
-    return refuse("batch.micro_batch_size", micro, why, most)
+    return refuse("too_little_data", "batch.micro_batch_size", micro, why, most)
 
 
 def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
@@ -177,10 +182,16 @@ def _uncut(batch: Batch, dp_size: int) -> int:
     """Return the sequences of a replica in a step, which `auto` cuts. Raises ConfigError."""
     if (accum := batch.gradient_accumulation_steps) is not None:
         text = "is solved with batch.micro_batch_size=auto; leave it out"
-        raise refuse("batch.gradient_accumulation_steps", accum, text)
+        raise refuse("conflict", "batch.gradient_accumulation_steps", accum, text)
     if batch.real_batch_size is None and batch.ramp is None:
         text = "cuts batch.real_batch_size, which is needed beside it"
-        raise refuse("batch.micro_batch_size", AUTO, text, f"{AUTO} batch.real_batch_size=64")
+        raise refuse(
+            "missing_value",
+            "batch.micro_batch_size",
+            AUTO,
+            text,
+            f"{AUTO} batch.real_batch_size=64",
+        )
     return _divide(shared_sequences(batch), dp_size, f"dp_size {dp_size}")
 
 
@@ -190,6 +201,7 @@ def _divide(real: int, by: int, what: str, key: str = "batch.real_batch_size") -
     below, above = real - real % by, real - real % by + by
     near = f"{below} or {above}" if below else f"{above}"
     raise refuse(
+        "out_of_range",
         key,
         real,
         f"is not a multiple of {what} = {by}; the nearest are {near}",

@@ -81,7 +81,7 @@ def tokens_of(train: Train, token_cost: TokenCost) -> int | None:
         return train.max_tokens
     if token_cost.flops_per_token is None:
         text = "the model does not count its FLOPs (`flops_per_token`); give train.max_tokens"
-        raise refuse("train.max_flops", train.max_flops, text)
+        raise refuse("unsupported", "train.max_flops", train.max_flops, text)
     return int(_exact(train.max_flops) / token_cost.flops_per_token)
 
 
@@ -134,6 +134,7 @@ def solve_budget(
     if begin.step and total <= begin.sequences:
         epochs = begin.sequences / train_sequences
         raise refuse(
+            "out_of_range",
             key,
             value,
             f"counts the parent's part too, and that is {begin.step:,} steps, "
@@ -145,14 +146,14 @@ def solve_budget(
         text, least = f"is less than one sequence of {sequence_length} tokens", None
         if key == "train.max_flops":
             least = float(f"{sequence_length * (token_cost.flops_per_token or 0) * 1.01:.3g}")
-        raise refuse(key, value, text, least)
+        raise refuse("out_of_range", key, value, text, least)
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
     full = last.first_step + steps
     if rest and train.tail == "drop":
         if full == begin.step:
             text = f"with train.tail=drop no window of {last.real_batch_size} sequences is full"
-            raise refuse(key, value, f"{text} ({total} there)")
+            raise refuse("out_of_range", key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
     return Budget(total, full + bool(rest), rest, 0)
 
@@ -164,7 +165,9 @@ def _one_budget(train: Train) -> tuple[str, Any]:
     if len(given) > 1:
         named = ", ".join(f"{k}={v}" for k, v in given.items())
         text = f"{named}: one budget is needed, not {len(given)}; leave the others out"
-        raise ConfigError(text.replace("the others", "one") if len(given) == 2 else text)
+        raise ConfigError(
+            "conflict", text.replace("the others", "one") if len(given) == 2 else text
+        )
     return next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
 
 

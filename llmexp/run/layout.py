@@ -65,7 +65,7 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
     if p.kind == "single" and world > 1:
         key, value = ("nnodes", p.nnodes) if p.nnodes > 1 else ("nproc_per_node", nproc_per_node)
         text = "parallelism=single has one rank; for more use parallelism=ddp"
-        raise refuse(f"parallelism.{key}", value, text, 1)
+        raise refuse("wrong_ranks", f"parallelism.{key}", value, text, 1)
     match p.kind:
         case "ddp":
             replicate, shard, tp = world, 1, 1
@@ -79,7 +79,7 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
             if tp != world:
                 text = f"parallelism=tp splits each layer over all {world} ranks"
                 text += "; for less use parallelism=fsdp_tp"
-                raise refuse("parallelism.tensor_parallel_size", tp, text, world)
+                raise refuse("wrong_ranks", "parallelism.tensor_parallel_size", tp, text, world)
         case "fsdp_tp":
             replicate, tp = 1, tp or nproc_per_node
             shard = _ranks_over(world, tp, "parallelism.tensor_parallel_size")
@@ -91,7 +91,7 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
 def _ranks_over(world: int, size: int, key: str) -> int:
     if world % size:
         divisor = max(n for n in range(1, size) if world % n == 0)
-        raise refuse(key, size, f"does not divide the {world} ranks", divisor)
+        raise refuse("wrong_ranks", key, size, f"does not divide the {world} ranks", divisor)
     return world // size
 
 
@@ -99,7 +99,7 @@ def check_tokens(length: int, tp: int) -> None:
     """Raise ConfigError where `tp` ranks cannot share the tokens of a sequence evenly."""
     if length % tp:
         text = f"cannot be shared evenly by the {tp} ranks of parallelism.sequence_parallel=true"
-        raise refuse("batch.sequence_length", length, text, -(-length // tp) * tp)
+        raise refuse("out_of_range", "batch.sequence_length", length, text, -(-length // tp) * tp)
 
 
 def check_split(model: dict[str, Any], tp: int) -> None:
@@ -108,4 +108,4 @@ def check_split(model: dict[str, Any], tp: int) -> None:
         size = model.get(key)
         if isinstance(size, int) and size % tp:
             text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"
-            raise refuse(f"model.{key}", size, text, -(-size // tp) * tp)
+            raise refuse("out_of_range", f"model.{key}", size, text, -(-size // tp) * tp)

@@ -91,12 +91,12 @@ def _chosen(optimizer: dict[str, Any]) -> Chosen | None:
     )
     if powers != Exponents() and name != "reference":
         text = f"does nothing with optimizer.rule={name}; choose optimizer.rule=reference"
-        raise refuse("optimizer.exponents", _given(optimizer["exponents"]), text)
+        raise refuse("idle_knob", "optimizer.exponents", _given(optimizer["exponents"]), text)
     if name == "none" or (rule := SCALING_RULES[name]).at is not None:
         if at != Reference():
             text = f"does nothing with optimizer.rule={name}; leave it out, or choose one of "
             text += ", ".join(key for key, one in SCALING_RULES.items() if one.at is None)
-            raise refuse("optimizer.reference", _given(optimizer["reference"]), text)
+            raise refuse("idle_knob", "optimizer.reference", _given(optimizer["reference"]), text)
         return None if name == "none" else Chosen(name, rule, rule.at or at, rule.powers)
     found = Chosen(name, rule, at, powers if name == "reference" else rule.powers)
     _check(found)
@@ -115,18 +115,25 @@ def _check(found: Chosen) -> None:
             continue
         if wrong := [name for name in above if getattr(law, name)]:
             text = f"{target} is set before {wrong[0]}; leave it out"
-            raise refuse(f"optimizer.exponents.{target}.{wrong[0]}", getattr(law, wrong[0]), text)
+            raise refuse(
+                "unsupported",
+                f"optimizer.exponents.{target}.{wrong[0]}",
+                getattr(law, wrong[0]),
+                text,
+            )
         needed += [target, *(name for name, power in vars(law).items() if power)]
     if not needed:
         text = "optimizer.rule=reference needs power laws"
-        raise refuse("optimizer.exponents", {}, text, {"lr": {"N": -0.33, "B": 0.5}})
+        raise refuse(
+            "missing_value", "optimizer.exponents", {}, text, {"lr": {"N": -0.33, "B": 0.5}}
+        )
     missing = [name for name in dict.fromkeys(needed) if getattr(found.at, name) is None]
     if missing:
         usual = Reference(lr=1e-3, weight_decay=0.1, N=1e7, D=2e8, C=1e16, B=4096)
         text = f"optimizer.rule={found.name} goes on from a run whose {' and '.join(missing)} it "
         text += "has to know"
         example = {n: getattr(found.at, n) or getattr(usual, n) for n in dict.fromkeys(needed)}
-        raise refuse("optimizer.reference", _given(vars(found.at)), text, example)
+        raise refuse("missing_value", "optimizer.reference", _given(vars(found.at)), text, example)
 
 
 def batch_is_open(batch: Batch) -> bool:
@@ -213,7 +220,7 @@ def _check_optimizer(found: Chosen, optimizer: dict[str, Any]) -> None:
     elif found.rule.at is not None and not _is_adam(optimizer):
         text = "its constants are of AdamW's rate; choose optimizer=adamw or optimizer=muon"
     if text:
-        raise refuse("optimizer.rule", found.name, text)
+        raise refuse("conflict", "optimizer.rule", found.name, text)
 
 
 def _is_adam(optimizer: dict[str, Any]) -> bool:
@@ -252,7 +259,7 @@ def _value(found: Chosen, target: str, known: dict[str, float], needed: bool) ->
             if not needed:
                 return None
             text = f"{found.formula(target)} needs {KNOWN[name]}; or give {SET[target]}"
-            raise refuse("optimizer.rule", found.name, text)
+            raise refuse("missing_value", "optimizer.rule", found.name, text)
         value *= (known[name] / getattr(found.at, name)) ** power
     return value
 

@@ -31,14 +31,16 @@ def solve_shape(
     if size is None and depth is None:
         if rule is not None:
             text = "does nothing without model.size and model.depth; leave it out, or give one"
-            raise refuse("model.shape_rule", dataclasses.asdict(rule), text)
+            raise refuse("idle_knob", "model.shape_rule", dataclasses.asdict(rule), text)
         return section, None
     if size is not None and depth is not None:
-        raise refuse("model.size", size, f"model.depth={depth} gives a shape too; leave one out")
+        raise refuse(
+            "conflict", "model.size", size, f"model.depth={depth} gives a shape too; leave one out"
+        )
     key, value = (ONE_NUMBER[1], depth) if size is None else (ONE_NUMBER[0], size)
     if missing := [name for name in ("n_layers", "d_model", "d_ff") if name not in section]:
         text = f"{section['_target_']} has no {missing[0]} that a rule could choose; leave it out"
-        raise refuse(key, value, text)
+        raise refuse("unsupported", key, value, text)
     rule = rule or ShapeRule()
     if rule.mlp_factor is None:
         rule = dataclasses.replace(rule, mlp_factor=mlp_factor)
@@ -68,7 +70,7 @@ def parameters_in(size: Any) -> int:
         number = 0
     if number < 1 or isinstance(size, bool):
         text = "a number of parameters is needed, in thousands (k), millions (M) or billions (B)"
-        raise refuse("model.size", size, text, "38M")
+        raise refuse("wrong_type", "model.size", size, text, "38M")
     return number
 
 
@@ -104,7 +106,7 @@ def _nearest(parameters: int, count: Callable[[int], int]) -> tuple[int, str]:
         above *= 2
     if most < parameters:
         text = f"{MOST_LAYERS} layers have {most:,} parameters; raise model.shape_rule.aspect"
-        raise refuse("model.size", parameters, text)
+        raise refuse("out_of_range", "model.size", parameters, text)
     above = bisect.bisect_left(range(above), parameters, lo=above // 2 + 1, key=count)
     below = above - 1
     larger = f"depth {above} has {count(above):,} parameters"

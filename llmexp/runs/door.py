@@ -25,6 +25,7 @@ from llmexp import features
 from llmexp.metrics.keys import ROW_KEYS
 from llmexp.run import Run
 from llmexp.run.layout import Layout
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import MAX_DEPTH, MAX_VALUES, ConfigError
 from llmexp.system.fileio import JSON, open_plain, read_json, read_text
 
@@ -72,7 +73,10 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            kind_of_error(error, "damaged_file"),
+            f"{path}: cannot be read: {' '.join(str(error).split())}",
+        ) from None
 
 
 def _check_yaml(text: str) -> None:
@@ -207,10 +211,12 @@ def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, A
     Raises ConfigError, also for a key of another kind."""
     found, kinds = read_json(path), OBJECTS[path.name] if kinds is None else kinds
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds no object")
+        raise ConfigError("damaged_file", f"{path}: holds no object")
     for key in kinds.keys() & found:
         if not fits(kinds[key], found[key]):
-            raise ConfigError(f"{path}: {key}={reprlib.repr(found[key])}: is no value of this key")
+            raise ConfigError(
+                "damaged_file", f"{path}: {key}={reprlib.repr(found[key])}: is no value of this key"
+            )
     return found
 
 

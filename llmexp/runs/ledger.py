@@ -25,6 +25,7 @@ from llmexp.runs.ending import state_now
 from llmexp.runs.folder import STATES
 from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.convert import convert_section
+from llmexp.settings.kinds import Kind
 from llmexp.settings.knobs import deciding_result, is_seed
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.system import fileio
@@ -61,6 +62,7 @@ class LedgerEntry:
     overrides: list[str]
     attempts: int = 0
     rung: float | None = None  # share of its steps after which successive halving left it out
+    kind: Kind = "failed"  # of what refuses it
     refused: str | None = None  # why it cannot run, in one line; it has no folder then
     forked: bool | None = None  # its process was a fork of one that had imported (sweep.warm)
     # As `Ledger.look` found them in the run's folder; not written.
@@ -247,31 +249,31 @@ def read_ledger(path: Path) -> Ledger:
     where = path / LEDGER
     if not where.is_file():
         example = "one looks like outputs/default/2030-01-01_12-00-00"
-        raise ConfigError(f"{path}: is no sweep (it has no {LEDGER}); {example}")
+        raise ConfigError("not_a_run", f"{path}: is no sweep (it has no {LEDGER}); {example}")
     try:
         tree = fileio.read_json(where)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{where}: holds no ledger")
+            raise ConfigError("damaged_file", f"{where}: holds no ledger")
     except ConfigError as error:
-        raise ConfigError(f"{error}; give it another name, then {anew(path)}") from None
+        raise ConfigError(error.kind, f"{error}; give it another name, then {anew(path)}") from None
     if tree.get("format") != FORMAT:
         text = f"this version of llmexp reads format {FORMAT}"
-        raise ConfigError(f"{where}: format={tree.get('format')}: {text}")
+        raise ConfigError("other_format", f"{where}: format={tree.get('format')}: {text}")
     ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], looks=[], since=None)
     if not FOLDER_NAME.fullmatch(ledger.name):  # it goes into shell scripts
-        raise refuse(f"{where}: name", ledger.name, "is not the name of a sweep")
+        raise refuse("damaged_file", f"{where}: name", ledger.name, "is not the name of a sweep")
     points: Any = tree.get("points")
     looks: Any = tree.get("looks") or []
     for key, given in {"points": points, "looks": looks}.items():
         if not isinstance(given, list):
-            raise refuse(f"{where}: {key}", given, "a list is needed")
+            raise refuse("damaged_file", f"{where}: {key}", given, "a list is needed")
     _add_changes(tree, path)
     ledger.looks = [_checked(Look, given, f"{where}: looks[{i}].") for i, given in enumerate(looks)]
     ledger.points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(points)]
     for key in ("number", "folder"):
         for value, count in Counter(getattr(point, key) for point in ledger.points).items():
             if count > 1:
-                raise ConfigError(f"{where}: two points have the {key} {value}")
+                raise ConfigError("damaged_file", f"{where}: two points have the {key} {value}")
     for entry in ledger.points:
         ledger.look(entry)
     return ledger
@@ -309,7 +311,7 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
         found.group = facts.get("group") or found.group
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
         text = f"two runs there have the number {twice[0]}; give one of them another"
-        raise ConfigError(f"{path}: {text}")
+        raise ConfigError("damaged_file", f"{path}: {text}")
     found.points.sort(key=lambda p: p.number)
     for entry in found.points:
         found.look(entry)
@@ -336,7 +338,12 @@ def _entry(at: str, given: Any) -> LedgerEntry:
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in entry.folder:
-        raise refuse(f"{at}.folder", entry.folder, "must be a folder inside that of the sweep")
+        raise refuse(
+            "damaged_file",
+            f"{at}.folder",
+            entry.folder,
+            "must be a folder inside that of the sweep",
+        )
     return entry
 
 

@@ -38,10 +38,11 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
     if not at:
         return path, None
     if not (steps := rundir.saved_steps(path)):
-        raise ConfigError(f"{path}: has no checkpoint yet")
+        raise ConfigError("no_checkpoint", f"{path}: has no checkpoint yet")
     if not (step.isdecimal() and int(step) in steps):
         raise ConfigError(
+            "no_checkpoint",
             f"{text}: there is no checkpoint of step {step or '(none given)'}; there are those of "
-            f"{', '.join(map(str, steps))}; for example {pasteable(f'{path}@{steps[-1]}')}"
+            f"{', '.join(map(str, steps))}; for example {pasteable(f'{path}@{steps[-1]}')}",
         )
     return path, int(step)

@@ -16,6 +16,7 @@ from typing import Any
 from llmexp.runs.door import scan_rows
 from llmexp.runs.rundir import LAYERS, METRICS
 from llmexp.runs.steps import STEP_RECORD, STEPS_BIN
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 
@@ -45,13 +46,16 @@ def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 row = ValueError(f"step {row['step']} does not follow the one before")
             if isinstance(row, ValueError):
                 raise ConfigError(
+                    "damaged_file",
                     f"{path}: line {number} is not a row of metrics: {row}; the checkpoints are "
-                    "intact: take the line out, or give the file another name, and resume"
+                    "intact: take the line out, or give the file another name, and resume",
                 )
             before = row["step"]
             yield row, end
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            kind_of_error(error), f"{path}: cannot be read: {error.strerror}"
+        ) from None
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:

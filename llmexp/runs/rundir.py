@@ -61,9 +61,10 @@ def check_plain(path: Path) -> None:
                 elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
                     kind = "a link" if entry.is_symlink() else "a pipe or a device"
                     raise ConfigError(
+                        "not_allowed",
                         f"{entry.path}: is {kind}; the folder of a run or a sweep holds plain "
                         "files and folders only: move it away, or put a copy of what you trust in "
-                        "its place"
+                        "its place",
                     )
 
 
@@ -75,7 +76,7 @@ def read_run(path: Path) -> dict[str, Any]:
         return door.object_in(path / RUN)
     except ConfigError as error:
         way = f"give the file another name, and it is written anew: {how_to_resume(path)}"
-        raise ConfigError(f"{error}; {way}") from None
+        raise ConfigError(error.kind, f"{error}; {way}") from None
 
 
 def is_run(path: Path) -> bool:
@@ -101,7 +102,7 @@ def by_number(path: Path) -> list[tuple[str, int]]:
 def read_config(path: Path) -> dict[str, Any]:
     """Return config.yaml as plain values. Raises ConfigError when there is none."""
     if not is_run(path):
-        raise ConfigError(f"{path}: {why_no_run(path)}")
+        raise ConfigError("not_a_run", f"{path}: {why_no_run(path)}")
     return door.read_yaml(path / CONFIG)
 
 
@@ -111,7 +112,7 @@ def built_config(path: Path) -> Config:
     try:
         return build(tree)
     except ConfigError as error:
-        raise ConfigError(f"{path / CONFIG}: {error}") from None
+        raise ConfigError(error.kind, f"{path / CONFIG}: {error}") from None
 
 
 def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
@@ -124,11 +125,11 @@ def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
     existing = next((p for p in (wanted, *wanted.parents) if p.exists()), wanted)
     if not existing.is_dir():
         raise ConfigError(
-            f"{word}{wanted}: {existing} is not a folder; for example {word}outputs/try1"
+            "disk", f"{word}{wanted}: {existing} is not a folder; for example {word}outputs/try1"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{word}{wanted}: {existing} cannot be written; for example {word}/tmp/try1"
+            "disk", f"{word}{wanted}: {existing} cannot be written; for example {word}/tmp/try1"
         )
     return existing
 
@@ -150,8 +151,8 @@ def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
                 path.mkdir(parents=True)
                 return path
     except OSError as error:
-        raise ConfigError(f"{key}={wanted}: cannot be made: {error.strerror}") from None
-    raise ConfigError(f"{key}={wanted}: 9999 folders of that name exist")
+        raise ConfigError("disk", f"{key}={wanted}: cannot be made: {error.strerror}") from None
+    raise ConfigError("exists", f"{key}={wanted}: 9999 folders of that name exist")
 
 
 @contextlib.contextmanager
@@ -169,7 +170,9 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
             except BlockingIOError:  # a look of `is_locked` ends by itself, however slow it is
                 attempts += is_locked(path, name)
                 if attempts == 5:
-                    raise ConfigError(f"{path}: another process is {doing} this folder") from None
+                    raise ConfigError(
+                        "busy", f"{path}: another process is {doing} this folder"
+                    ) from None
                 time.sleep(0.05)
         yield
 
@@ -293,19 +296,21 @@ def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
     if holds_run and resume == "never":
         state = read_status(wanted).get("state", "unknown")
         raise ConfigError(
+            "exists",
             f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
-            f"{how_to_resume(wanted)}"
+            f"{how_to_resume(wanted)}",
         )
     if not holds_run and resume == "must":
         raise ConfigError(
-            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
+            "not_a_run",
+            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume",
         )
 
 
 def check_new(folder: Path, key: str) -> None:
     """Raise ConfigError where something is there already, or no folder can be made."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: is there already; name a new folder")
+        raise ConfigError("exists", f"{folder}: is there already; name a new folder")
     existing = check_writable(folder, key)
     try:
         with tempfile.TemporaryDirectory(prefix=".llmexp-", dir=existing):
@@ -313,4 +318,4 @@ def check_new(folder: Path, key: str) -> None:
     except OSError as error:
         word = f"{key} ".lstrip()
         text = f"{word}{folder}: {existing} cannot be written: {error.strerror}"
-        raise ConfigError(f"{text}; for example {word}/tmp/new") from None
+        raise ConfigError("disk", f"{text}; for example {word}/tmp/new") from None

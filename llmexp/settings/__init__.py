@@ -2,6 +2,7 @@
 
 In reading order:
 
+kinds      the kinds of refusals, one word each
 values     how a knob is declared, and how a value is refused; the spelling of "Did you mean"
 variables  variables of the environment in values, and which hold secrets
 forms      values of a form of their own: a batch ramp, hooks

@@ -75,4 +75,4 @@ def need_package(package: str, key: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         why = f"{what} needs the package {package}, which is not installed"
-        raise ConfigError(f"{key}: {why}; {how_to_install(package)}") from None
+        raise ConfigError("missing_package", f"{key}: {why}; {how_to_install(package)}") from None

@@ -67,7 +67,7 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
     """Return a closed section, whose keys begin with `prefix`. Raises ConfigError."""
     if not isinstance(mapping, Mapping):
         text = "a section of keys is needed here, not a plain value"
-        raise refuse(prefix.rstrip("."), mapping, text)
+        raise refuse("wrong_type", prefix.rstrip("."), mapping, text)
     fields = {field_key(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
     for key in mapping:
         if key not in fields:
@@ -75,7 +75,7 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
             own = own if prefix.count(".") < 2 else ""
             near = nearest(str(key), fields)
             tail = f"{near}{own}" if near else f"{own}{hint(str(key), fields)}"
-            raise ConfigError(f"{prefix}{key}: there is no such key.{tail}")
+            raise ConfigError("unknown_key", f"{prefix}{key}: there is no such key.{tail}")
     hints, values = _types(typing.cast(type, cls)), {}
     for key, field in fields.items():
         knob = field.metadata.get("knob", Knob("a section"))
@@ -84,7 +84,7 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
         elif dataclasses.is_dataclass(hints[field.name]):
             values[field.name] = convert_value(hints[field.name], {}, prefix + key, knob)
         elif knob.default is NO_DEFAULT:
-            raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")
+            raise ConfigError("missing_value", f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)
 
 
@@ -119,7 +119,7 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
 def _open_section(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         needed = "" if key == "user" or "." in key else ", with `_target_` naming a function"
-        raise refuse(key, value, f"a section of keys is needed here{needed}")
+        raise refuse("wrong_type", key, value, f"a section of keys is needed here{needed}")
     look_through(value, key)
     return dict(value)
 
@@ -130,10 +130,16 @@ def _entries(kind: type, value: Any, key: str, knob: Knob) -> list[Any]:
     if kind is str:
         wrong = next((e for e in value if not isinstance(e, str)), "") if several else ""
         if not several or wrong != "":
-            raise refuse(key, value, f"a list of texts is needed{_unquoted(wrong)}", "[one,two]")
+            raise refuse(
+                "wrong_type",
+                key,
+                value,
+                f"a list of texts is needed{_unquoted(wrong)}",
+                "[one,two]",
+            )
         return list(value)
     if not several or not all(isinstance(entry, Mapping) for entry in value):
-        raise refuse(key, value, "a list of sections is needed", knob.example)
+        raise refuse("wrong_type", key, value, "a list of sections is needed", knob.example)
     pairs = enumerate(value)
     return [convert_section(kind, entry, f"{key}.{number}.") for number, entry in pairs]
 
@@ -142,9 +148,9 @@ def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
     found = fill(value, key)
     try:
         return convert_value(kind, found, key, knob)
-    except ConfigError:  # its text has what was found
+    except ConfigError as error:  # its text has what was found
         text = f"what the environment holds does not fit ({knob.doc})"
-        raise refuse(key, value, text, knob.example) from None
+        raise refuse(error.kind, key, value, text, knob.example) from None
 
 
 def _unquoted(value: Any) -> str:
@@ -162,7 +168,7 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
         needed, example = "true, false or auto" if knob.auto else "true or false", "true"
     elif kind is str and not isinstance(value, str):
         text = f"a text is needed{_unquoted(value)}"
-        raise refuse(key, value, text, example)
+        raise refuse("wrong_type", key, value, text, example)
     elif kind in (int, float):
         a_number = isinstance(value, (int, float)) and not a_switch
         finite = a_number and abs(value) <= sys.float_info.max
@@ -176,10 +182,10 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
         if "e" in value.lower() and "." not in value:
             why += ", or in a file no point before its e (1.0e-3)"
         text = f"is a text, as it has {why}; {needed} is needed"
-        raise refuse(key, repr(value), text, value.lstrip("0_") or "0")
+        raise refuse("wrong_type", key, repr(value), text, value.lstrip("0_") or "0")
     if needed:
         auto = ", or auto" if knob.auto and kind is not bool else ""
-        raise refuse(key, value, f"{needed} is needed{auto}", example)
+        raise refuse("wrong_type", key, value, f"{needed} is needed{auto}", example)
     return kind(value) if kind in (int, float) else value
 
 
@@ -187,7 +193,9 @@ def check_range(value: Any, key: str, knob: Knob) -> None:
     """Raise ConfigError for a value outside of what a knob takes."""
     if knob.choices and value not in knob.choices:
         near = nearest(str(value), knob.choices)
-        raise refuse(key, value, f"must be one of {', '.join(knob.choices)}.{near}")
+        raise refuse(
+            "unknown_option", key, value, f"must be one of {', '.join(knob.choices)}.{near}"
+        )
     if isinstance(value, str):
         return
     for word, limit, inside in (
@@ -195,4 +203,6 @@ def check_range(value: Any, key: str, knob: Knob) -> None:
         ("above", knob.above, operator.gt), ("below", knob.below, operator.lt),
     ):  # fmt: skip
         if limit is not None and not inside(value, limit):
-            raise refuse(key, value, f"must be {word} {limit} ({knob.doc})", knob.example)
+            raise refuse(
+                "out_of_range", key, value, f"must be {word} {limit} ({knob.doc})", knob.example
+            )

@@ -36,11 +36,13 @@ def ramp_sizes(value: Any) -> dict[int, int]:
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         text = "whole numbers of sequences by whole numbers of tokens are needed"
-        raise refuse("batch.ramp", value, text, example) from None
+        raise refuse("wrong_type", "batch.ramp", value, text, example) from None
     if min(sizes) != 0:
-        raise refuse("batch.ramp", value, "must begin at token 0", example)
+        raise refuse("out_of_range", "batch.ramp", value, "must begin at token 0", example)
     if min(sizes.values()) < 1:
-        raise refuse("batch.ramp", value, "a step needs at least one sequence", example)
+        raise refuse(
+            "out_of_range", "batch.ramp", value, "a step needs at least one sequence", example
+        )
     return dict(sorted(sizes.items()))
 
 
@@ -56,7 +58,9 @@ def hooks(value: Any) -> list[Any]:
     several = isinstance(value, (list, tuple))
     if not several or not all(isinstance(entry, (str, Mapping)) for entry in value):
         text = "a list of names of functions, or of sections with their arguments, is needed"
-        raise refuse("hooks", value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
+        raise refuse(
+            "wrong_type", "hooks", value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]"
+        )
     look_through(value, "hooks")
     return [dict(entry) if isinstance(entry, Mapping) else entry for entry in value]
 
@@ -70,8 +74,8 @@ def look_through(tree: Any, name: str) -> None:
         seen += 1
         if seen > MAX_VALUES or depth > MAX_DEPTH:
             text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
-            raise ConfigError(f"this config {text} ({name})")
+            raise ConfigError("too_large", f"this config {text} ({name})")
         if isinstance(node, float) and not math.isfinite(node):
-            raise refuse(key, node, "a finite number is needed")
+            raise refuse("wrong_type", key, node, "a finite number is needed")
         for child_name, child in nested(node):
             waiting.append((child, depth + 1, f"{key}.{child_name}"))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from llmexp.settings.convert import checked_knob, convert_value
+from llmexp.settings.kinds import Kind
 from llmexp.settings.parts import COMMON, declared
 from llmexp.settings.values import ConfigError, Knob, hint, is_ours, nearest, nested, refuse
 from llmexp.settings.variables import fill
@@ -88,13 +89,15 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     """
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
         example = "[mymodel.watch]" if key == "hooks" else "llmexp.update.optimizers.adamw.adamw"
-        raise refuse(key, dotted, "the dotted name of a function is needed", example)
+        raise refuse("wrong_type", key, dotted, "the dotted name of a function is needed", example)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
     other = "a run folder of another version goes on with that version"
     allow = "a package of your own is allowed by its name on the command line: --allow mypackage"
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
-    not_allowed = refuse(key, dotted, f"{text}; {other if is_ours(dotted) else allow}")
+    not_allowed = refuse(
+        "not_allowed", key, dotted, f"{text}; {other if is_ours(dotted) else allow}"
+    )
     if not inside(module_name, packages):
         raise not_allowed
     try:
@@ -103,13 +106,15 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
             text = f"there is no module {absent} on the path (looked in the current folder too)"
-            raise refuse(key, dotted, text) from None
+            raise refuse("missing_package", key, dotted, text) from None
         text = f"importing {module_name} failed: {described(error)}"
-        raise refuse(key, dotted, text) from error
+        raise refuse("bad_own_part", key, dotted, text) from error
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
         text = f"{module_name} has no {name}.{nearest(name, known)}"
-        raise refuse(key, dotted, f"{text}; {other}" if is_ours(module_name) else text)
+        raise refuse(
+            "unknown_option", key, dotted, f"{text}; {other}" if is_ours(module_name) else text
+        )
     found = getattr(module, name)
     # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
     if not callable(found) or not inside(_defined_in(found), packages):
@@ -165,7 +170,7 @@ def refuse_calls(key: str, value: Any) -> None:
         if name in RESERVED:
             way = "give plain values, and call what you need in your own function"
             text = f"nothing is called from inside a section; {way}"
-            raise ConfigError(f"{key}.{name}={child}: {text}")
+            raise ConfigError("not_allowed", f"{key}.{name}={child}: {text}")
         refuse_calls(f"{key}.{name}", child)
 
 
@@ -197,16 +202,20 @@ def bind(
             try:
                 signature.bind(*args, **knobs, **extra)
             except TypeError as misfit:
-                raise ConfigError(f"{section}: {values['_target_']}: {misfit}") from None
+                raise ConfigError(
+                    "missing_value", f"{section}: {values['_target_']}: {misfit}"
+                ) from None
             text, is_value = str(error), isinstance(error, ValueError)
+            kind: Kind = "out_of_range"
             named = is_value and (f"{section}." in text or f"{section}=" in text)
             if not named and (inside_allowed(_defined_in(target)) or _own_frames(error)):
                 text = f"{section}: {values['_target_']} failed: {described(error)}"
+                kind = "bad_own_part"
             elif not is_value:
                 raise
             elif not named:
                 text = f"{section}: {text}"
-            raise ConfigError(text) from error
+            raise ConfigError(kind, text) from error
 
     return call
 
@@ -224,7 +233,7 @@ def resolve(
     if "_target_" not in values:
         example = _EXAMPLES.get(section.partition(".")[0], "llmexp.update.optimizers.adamw.adamw")
         text = f"it names the function, for example {section}._target_={example}"
-        raise ConfigError(f"{section}._target_: this key is missing; {text}")
+        raise ConfigError("missing_value", f"{section}._target_: this key is missing; {text}")
     common = COMMON.get(section, ())
     for name in common:
         if name in values:
@@ -238,7 +247,8 @@ def resolve(
         if name not in parameters and not takes_any:
             names = list(arguments_of(target)) or [n for n in parameters if n not in offered]
             raise ConfigError(
-                f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}"
+                "unknown_key",
+                f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}",
             )
     for name, (kind, knob) in arguments_of(target).items():
         if name in knobs:
@@ -284,15 +294,17 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
     except TypeError as error:
         arguments = ", ".join([*gets, *(f"{knob}=..." for knob in knobs)])
         raise ConfigError(
-            f"hooks={name}: cannot be called as ({arguments}): {error}{place(found)}"
+            "bad_own_part",
+            f"hooks={name}: cannot be called as ({arguments}): {error}{place(found)}",
         ) from None
     better = getattr(found, "better", {})
     if not isinstance(better, Mapping) or any(
         v not in ("lower", "higher") for v in better.values()
     ):
         raise ConfigError(
+            "bad_own_part",
             f"hooks={name}: its attribute better={better!r} must name lower or higher by key, for "
-            f"example {{'mine/norm': 'lower'}}{place(found)}"
+            f"example {{'mine/norm': 'lower'}}{place(found)}",
         )
     return name, functools.partial(found, **knobs) if knobs else found
 

@@ -69,10 +69,12 @@ def _check_variables(env: Mapping[str, str]) -> None:
     mode, run_id = env.get("WANDB_MODE", "").strip(), env.get(RUN_ID)
     if mode and mode not in MODES:
         raise ConfigError(
-            f"WANDB_MODE={mode}: must be one of {', '.join(MODES)}; for example WANDB_MODE=offline"
+            "unknown_option",
+            f"WANDB_MODE={mode}: must be one of {', '.join(MODES)}; for example WANDB_MODE=offline",
         )
     if run_id and not SAFE_ID.fullmatch(run_id):
         raise ConfigError(
+            "wrong_type",
             f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example "
-            "run-1"
+            "run-1",
         )

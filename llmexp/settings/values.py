@@ -10,27 +10,23 @@ import dataclasses
 import difflib
 import re
 import shlex
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from llmexp.settings.kinds import Kind, kind_of_error
+
 
 class ConfigError(ValueError):
     """Refuse what the user asked for, before training starts; the text is for the user.
 
-    `key` is the knob that is refused, where it is one. `code` is for programs: the file and the
-    function that refuse, however they word it (docs/codes.txt lists all).
+    `kind` is for programs; `key` is the knob that is refused, where it is one.
     """
 
-    def __init__(self, text: str, key: str | None = None, code: str = "") -> None:
+    def __init__(self, kind: Kind, text: str, key: str | None = None) -> None:
         super().__init__(text)
-        frame = sys._getframe(1)
-        while frame.f_back and (frame.f_code.co_name[0] == "<" or frame.f_code is refuse.__code__):
-            frame = frame.f_back
-        self.key = key
-        self.code = code or code_of(frame.f_globals["__name__"], frame.f_code.co_name)
+        self.kind, self.key = kind, key
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,24 +50,26 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(bare, **how)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(kind_of_argparse(message), f"{message}; see {self.prog} --help")
 
 
-def code_of(module: str, function: str) -> str:
-    """Return the code of a refusal, such as E-BATCH-SOLVE_BATCH for run.batch.solve_batch."""
-    return f"E-{module.rpartition('.')[2].strip('_')}-{function.strip('_')}".upper()
+def kind_of_argparse(message: str) -> Kind:
+    """Return the kind of what argparse refuses."""
+    if message.startswith(("unrecognized arguments", "ambiguous option")):
+        return "unknown_key"
+    lacks = message.startswith("the following arguments are required") or ": expected" in message
+    return "missing_value" if lacks else "wrong_type"
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """Return an error as `--json` prints it; one that is no refusal has the code of its kind."""
-    if isinstance(error, ConfigError):
-        return {"code": error.code, "message": str(error), "key": error.key}
-    return {"code": f"E-{type(error).__name__.upper()}", "message": str(error), "key": None}
+    """Return an error as `--json` prints it; its `code` is its kind."""
+    key = getattr(error, "key", None)
+    return {"code": kind_of_error(error), "message": str(error), "key": key}
 
 
 def refusal(described: Mapping[str, Any]) -> ConfigError:
     """Return the refusal that another process has described."""
-    return ConfigError(described["message"], described["key"], described["code"])
+    return ConfigError(described["code"], described["message"], described["key"])
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
@@ -142,7 +140,7 @@ def as_yaml(value: Any) -> Any:
     return "null" if value is None else value
 
 
-def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
+def refuse(kind: Kind, key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     """Return the one form of a refusal: key, value, reason, a valid example."""
     tail = ""
     if isinstance(example, str):  # a value as it is written, or that and further words
@@ -152,7 +150,7 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
         tail = f"; for example {typed(key, example)}"
     shown = str(as_yaml(value))
     shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-    return ConfigError(f"{key}={shown}: {why}{tail}", key)
+    return ConfigError(kind, f"{key}={shown}: {why}{tail}", key)
 
 
 def is_ours(target: object) -> bool:

@@ -63,7 +63,10 @@ def fill(value: Any, key: str) -> Any:
         if name not in os.environ:
             text = f"the environment variable {name} is not set"
             raise refuse(
-                key, value, f"{text}; set it where the run starts, such as with export {name}=..."
+                "missing_value",
+                key,
+                value,
+                f"{text}; set it where the run starts, such as with export {name}=...",
             )
     NAMED_VARIABLES.update(names)
     text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
@@ -74,6 +77,9 @@ def fill(value: Any, key: str) -> Any:
             return int(text) if text.lstrip("+-").isdecimal() else float(text)
         except ValueError:  # Python reads no more than some thousand digits
             raise refuse(
-                key, value, f"the environment variable {names[0]} has {len(text):,} digits"
+                "out_of_range",
+                key,
+                value,
+                f"the environment variable {names[0]} has {len(text):,} digits",
             ) from None
     return {"true": True, "false": False, "null": None}.get(text.lower(), text)

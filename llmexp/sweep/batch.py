@@ -119,7 +119,7 @@ def refuse_devices(current: Current, points: Sequence[Point]) -> None:
     wanted = current.knobs.devices_per_run or 0
     most = len(visible_devices(max((point.facts.devices for point in points), default=0)))
     if 0 < most < wanted:
-        raise refuse("sweep.devices_per_run", wanted, f"this host has {most}", most)
+        raise refuse("no_device", "sweep.devices_per_run", wanted, f"this host has {most}", most)
 
 
 def record_refused(ledger: Ledger, refused: Sequence[LedgerEntry], taken: set[str]) -> None:
@@ -150,7 +150,9 @@ def open_ledger(current: Current) -> Ledger:
     path, resumed = current.where, current.resumed
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         way = "copy the sweep to one that can, with all its runs, and go on there"
-        raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
+        raise refuse(
+            "disk", "sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep"
+        )
     if not resumed:  # two of one second get two folders
         path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(rundir.locked(path, ledgers.LOCK, "running the sweep in"))
@@ -164,11 +166,11 @@ def open_ledger(current: Current) -> Ledger:
         if ledger.grid != current.grid:
             kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
             text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
-            raise refuse("sweep.resume", path, text)
+            raise refuse("other_run", "sweep.resume", path, text)
         ledger.launcher, ledger.arguments = current.launcher, arguments
     elif ledgers.is_sweep(path):
         again = typed("sweep.resume", path)
-        raise ConfigError(f"{path}: holds a sweep already; to go on with it: {again}")
+        raise ConfigError("exists", f"{path}: holds a sweep already; to go on with it: {again}")
     else:
         ledger = Ledger(path, name, str(path), current.launcher, arguments, [])
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)

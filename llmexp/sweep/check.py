@@ -18,6 +18,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts, config_identity
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, end_process, never_fail_to_print
 from llmexp.system.redact import redacted
@@ -71,9 +72,10 @@ def serve() -> None:
                 try:
                     found = answer(purpose, request, shared, waiting)
                 except ConfigError as error:
-                    found = {"refused": redacted(str(error))}
+                    found = {"kind": error.kind, "refused": redacted(str(error))}
                 except Exception as error:  # of a function of the user's, or of the disk
-                    found = {"refused": redacted(f"{type(error).__name__}: {error}")}
+                    text = redacted(f"{type(error).__name__}: {error}")
+                    found = {"kind": kind_of_error(error, "bad_own_part"), "refused": text}
                 try:
                     print(json.dumps(found), file=answers, flush=True)
                 except BrokenPipeError:  # the command that asked is gone

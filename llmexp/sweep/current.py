@@ -54,7 +54,7 @@ class Checker:
         refused: list[LedgerEntry] = []
         for point, found in zip(points, self._ask(purpose, points), strict=True):
             if "refused" in found:
-                refused.append(point.refused(found["refused"]))
+                refused.append(point.refused(found["kind"], found["refused"]))
             else:
                 able.append(replace(point, checked=PointFacts(**found)))
         return able, refused
@@ -81,7 +81,9 @@ class Checker:
                     found.append(json.loads(line))
         if len(found) < len(points):
             code = self._child.wait()
-            raise ConfigError(f"the check of the sweep's points ended with exit code {code}")
+            raise ConfigError(
+                "failed", f"the check of the sweep's points ended with exit code {code}"
+            )
         return found
 
 

@@ -59,15 +59,15 @@ def seeded(
     given = dict.fromkeys(o for overrides in grid for o in overrides if is_seed(o))
     texts = [o.partition("=")[2] for o in given]
     if wrong := [text for text in texts if not text.removeprefix("-").isdecimal()]:
-        raise refuse(SEED, wrong[0], "a whole number is needed", 1)
+        raise refuse("wrong_type", SEED, wrong[0], "a whole number is needed", 1)
     seeds = list(map(int, texts))
     if len(seeds) > 1 and knobs.resume is None:
         text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
         values = ",".join(map(str, seeds))
-        raise refuse(SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
+        raise refuse("conflict", SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
     if len(parents := dict.fromkeys(o for row in rows for o in row if key_of(o) == "fork.run")) > 1:
         text = "are seeds of their trunk, and sweep.decide chooses the seeds; give one parent"
-        raise refuse("fork.run", ",".join(o.partition("=")[2] for o in parents), text)
+        raise refuse("conflict", "fork.run", ",".join(o.partition("=")[2] for o in parents), text)
     if len(seeds) < 2:
         first = int(cfg.train.seed)
         seeds = list(range(first, first + knobs.first_seeds))
@@ -76,15 +76,15 @@ def seeded(
         own = list(map(int, ledger.looks[0].seeds))
         if texts and seeds != own and texts != list(map(str, own[:1])):
             text = f"the first look of this sweep was over {own[0]} to {own[-1]}; leave the key out"
-            raise refuse(SEED, ",".join(texts), text, own[0])
+            raise refuse("other_run", SEED, ",".join(texts), text, own[0])
         seeds = own
     typed = "sweep.first_seeds" in map(key_of, arguments)
     if knobs.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
         text = f"the first look of this sweep is over {plural(len(seeds), 'seed')}; leave it out"
-        raise refuse("sweep.first_seeds", knobs.first_seeds, text, len(seeds))
+        raise refuse("other_run", "sweep.first_seeds", knobs.first_seeds, text, len(seeds))
     if len(seeds) > knobs.max_seeds:
         text = f"is less than the {len(seeds)} seeds that the first look is over"
-        raise refuse("sweep.max_seeds", knobs.max_seeds, text, 2 * len(seeds))
+        raise refuse("out_of_range", "sweep.max_seeds", knobs.max_seeds, text, 2 * len(seeds))
     found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
     return seeds, found + (further_points(ledger, rows, seeds) if ledger else [])
 
@@ -119,15 +119,17 @@ def refuse_undecidable(knobs: Sweep, seeds: Sequence[int], able: Sequence[Point]
     count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
-        raise refuse("sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
+        raise refuse("missing_value", "sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
     spent = [point.spent for point in able]
     if not budgets.equal(one.tokens for one in spent):
         text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
-        raise refuse("sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}")
+        raise refuse(
+            "conflict", "sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}"
+        )
     wanted = count * len(seeds) * max(point.facts.run["own_tokens"] for point in able)
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
-        raise refuse("sweep.max_tokens", knobs.max_tokens, text, wanted)
+        raise refuse("out_of_range", "sweep.max_tokens", knobs.max_tokens, text, wanted)
 
 
 def run_looks(current: Current, points: Sequence[Point]) -> None:

@@ -86,14 +86,16 @@ def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:
         where = Path(knobs.resume)
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
             text = f"is no sweep (it has no {ledgers.LEDGER}, and no runs)"
-            raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
+            raise refuse(
+                "not_a_run", "sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00"
+            )
         rundir.check_plain(where)
         return knobs, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
         text = f"holds a sweep already; to go on with it: {typed('sweep.resume', where)}"
-        raise refuse("hydra.sweep.dir", where, text)
+        raise refuse("exists", "hydra.sweep.dir", where, text)
     return knobs, where
 
 
@@ -103,23 +105,25 @@ def refuse_idle(knobs: Sweep) -> None:
     if halving is None and keep != 0.5 and knobs.resume is None:
         what = "sweep.halving, the share of its steps that each point gets at first"
         text = f"does nothing without {what}"
-        raise refuse("sweep.halving_keep", keep, text, "0.25 sweep.halving=0.125")
+        raise refuse("idle_knob", "sweep.halving_keep", keep, text, "0.25 sweep.halving=0.125")
     if halving is not None and keep == 1:
-        raise refuse("sweep.halving_keep", keep, "keeps all points at every rung", 0.5)
+        raise refuse(
+            "out_of_range", "sweep.halving_keep", keep, "keeps all points at every rung", 0.5
+        )
     if knobs.decide and halving is not None:
         text = "lets settings race by a seed each, and sweep.decide gives them seeds; leave one out"
-        raise refuse("sweep.halving", halving, text, "null")
+        raise refuse("conflict", "sweep.halving", halving, text, "null")
     if knobs.decide and knobs.report == "throughput":
         text = "compares rates, which sweep.decide does not decide by"
-        raise refuse("sweep.report", knobs.report, text, "runs")
+        raise refuse("conflict", "sweep.report", knobs.report, text, "runs")
     for name in DECIDING if not knobs.decide else ():
         value, default = getattr(knobs, name), getattr(Sweep, name)
         if value != default:
             text = "does nothing without sweep.decide=true; add that, or leave it out"
-            raise refuse(f"sweep.{name}", value, text, f"{value} sweep.decide=true")
+            raise refuse("idle_knob", f"sweep.{name}", value, text, f"{value} sweep.decide=true")
     if knobs.twins and knobs.report == "throughput":
         text = "measures losses, which sweep.report=throughput does not compare"
-        raise refuse("sweep.twins", knobs.twins, text, 0)
+        raise refuse("conflict", "sweep.twins", knobs.twins, text, 0)
 
 
 def screened(cfg: DictConfig, overrides: Sequence[str], runs: int | str) -> list[list[str]]:
@@ -133,7 +137,9 @@ def screened(cfg: DictConfig, overrides: Sequence[str], runs: int | str) -> list
             text = "a screen takes two values of each key"
             two = ",".join(values[key][:2] if len(values[key]) > 2 else ("1e-3", "3e-3"))
             raise ConfigError(
-                f"{o.input_line}: {text}; for example {pasteable(f'{key}={two}')}", key
+                "out_of_range",
+                f"{o.input_line}: {text}; for example {pasteable(f'{key}={two}')}",
+                key,
             )
     seeds = [f"{SEED}={seed}" for seed in values.pop(SEED, [])]
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
@@ -154,15 +160,15 @@ def size_of(keys: int, runs: int | str) -> int:
         text = f"a screen takes 3 to 31 keys with two values each, and there are {keys}; "
         text += "all combinations are trained by -m in place of --screen, without sweep.screen"
         example = "llmexp train -m optimizer.lr=1e-3,3e-3 clip.max_norm=0.5,1.0"
-        raise refuse("sweep.screen", runs, f"{text}; for example {example}")
+        raise refuse("out_of_range", "sweep.screen", runs, f"{text}; for example {example}")
     if runs == "auto":
         runs = 8 if keys == 3 else 16 if keys <= 8 else 32
     if runs not in _SIZES:
-        raise refuse("sweep.screen", runs, "must be 8, 16, 32 or auto", 16)
+        raise refuse("out_of_range", "sweep.screen", runs, "must be 8, 16, 32 or auto", 16)
     if not int(runs).bit_length() - 1 <= keys < int(runs):
         fits = [n for n in _SIZES if n.bit_length() - 1 <= keys < n]
         text = f"does not fit {keys} keys, which take {' or '.join(map(str, fits))} runs"
-        raise refuse("sweep.screen", runs, text, fits[0])
+        raise refuse("out_of_range", "sweep.screen", runs, text, fits[0])
     return int(runs)
 
 
@@ -171,7 +177,7 @@ def refuse_beside(knobs: Sweep) -> None:
     for name in ("decide", "halving", "twins"):
         if value := getattr(knobs, name):
             text = "does not go with a screen, which trains each of its runs once; leave it out"
-            raise refuse(f"sweep.{name}", value, text)
+            raise refuse("conflict", f"sweep.{name}", value, text)
     if knobs.search.trials is not None:
         text = "does not go with a screen; leave one of them out"
-        raise refuse("sweep.search.trials", knobs.search.trials, text)
+        raise refuse("conflict", "sweep.search.trials", knobs.search.trials, text)

@@ -178,7 +178,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
             asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
     if asked and current.knobs.halving is not None:
         text = "decides by shares of the old budget; to train all points on"
-        raise refuse("sweep.halving", current.knobs.halving, text, "null")
+        raise refuse("conflict", "sweep.halving", current.knobs.halving, text, "null")
     _, refused = current.checker.check(asked, "lengthen")
     if refused:
         raise no_start(refused)
@@ -225,7 +225,11 @@ def refuse_shared(
         old = others[0].get(key)
         way = "new points come from keys with several values, others from a sweep of their own"
         if key.endswith("._target_"):
-            raise ConfigError(f"{section}: all points of {ledger.path} share another one; {way}")
+            raise ConfigError(
+                "other_run", f"{section}: all points of {ledger.path} share another one; {way}"
+            )
         text = f"all points of {ledger.path} have {short_value(old)}; {way}"
         both = f"{short_value(old)},{short_value(value)}"
-        raise refuse(key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None)
+        raise refuse(
+            "other_run", key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None
+        )

@@ -72,7 +72,7 @@ def plan_points(
         try:
             one = found[point.name] = plan(point.config, str(point.path))
         except ConfigError as error:
-            refused.append(point.refused(str(error)))
+            refused.append(point.refused(error.kind, str(error)))
         else:
             run = one.run.as_dict() | {"own_tokens": one.run.own_tokens}
             facts = PointFacts(config_identity(plain(one.config)), one.gpus_here, run)

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
@@ -31,6 +30,7 @@ from llmexp.run.rules import check_batch
 from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.kinds import Kind
 from llmexp.settings.labels import unquoted
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.settings.values import ConfigError, flatten, refuse
@@ -103,8 +103,8 @@ class Point:
         given = dict(o.lstrip("+").partition("=")[::2] for o in self.overrides)
         return {key: flat.get(key, given.get(key)) for key in (k.lstrip("+") for k in self.swept)}
 
-    def refused(self, reason: str) -> LedgerEntry:
-        return dataclasses.replace(self.entry, refused=redacted(reason))
+    def refused(self, kind: Kind, reason: str) -> LedgerEntry:
+        return dataclasses.replace(self.entry, kind=kind, refused=redacted(reason))
 
     def request(self) -> dict[str, Any]:
         """Return what a worker needs to make the run, or to go on with it."""
@@ -130,7 +130,7 @@ class Point:
         path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
             text = "must be inside the sweep's folder"
-            raise refuse("hydra.sweep.subdir", path, text, "${hydra.job.num}")
+            raise refuse("not_allowed", "hydra.sweep.subdir", path, text, "${hydra.job.num}")
         folder = os.path.relpath(path, where)
         entry = dataclasses.replace(self.entry, number=number, folder=folder)
         return dataclasses.replace(self, entry=entry, where=where)
@@ -193,6 +193,7 @@ def load_points(
             points.append(point.moved(number, where, cfg))
         except ConfigError as error:
             key = None if BESIDE in str(error) else error.key
+            entry.kind = error.kind
             entry.refused = redacted(f"{error}{own_options(key or '', command, overrides)}")
             refused.append(entry)
     return points, refused
@@ -212,10 +213,10 @@ def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerE
         beside = folders.setdefault(point.path, point)
         if same is not point:
             text = f"resolves to the same config as {same.entry.label or same.name}; "
-            refused.append(point.refused(text + _why_same(point, same)))
+            refused.append(point.refused("conflict", text + _why_same(point, same)))
         elif beside is not point:
             text = f"resolves to the same folder as {beside.name}, {point.path}"
-            refused.append(point.refused(f"hydra.sweep.subdir: {text}"))
+            refused.append(point.refused("conflict", f"hydra.sweep.subdir: {text}"))
         else:
             kept.append(point)
     return kept, refused
@@ -243,7 +244,7 @@ def with_devices(config: Config, knobs: Sweep) -> Config:
     ranks = p.nproc_per_node or (1 if p.kind == "single" else devices)
     if ranks > devices:
         text = f"sweep.devices_per_run={devices} gives each point fewer devices"
-        raise refuse("parallelism.nproc_per_node", ranks, text, devices)
+        raise refuse("wrong_ranks", "parallelism.nproc_per_node", ranks, text, devices)
     return with_knobs(config, parallelism={"nproc_per_node": ranks})
 
 
@@ -256,7 +257,9 @@ def expand(cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
                 example = f"{override.get_key_element()}=0.1,0.2"
                 text = f"a grid needs values to try, for example {example}; a search takes"
                 text += " intervals, with sweep.search.trials=30"
-                raise HydraException(f"{override.input_line}: {text}")
+                raise ConfigError(
+                    "wrong_type", f"{override.input_line}: {text}", override.key_or_group
+                )
     return grid_of(points)
 
 
@@ -279,9 +282,13 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
         key, values = override.key_or_group, [*override.sweep_string_iterator()]
         given = str(override.input_line).partition("=")[2]
         if not values:
-            raise refuse(key, given, "there is no such value, so there is nothing to train")
+            raise refuse(
+                "missing_value", key, given, "there is no such value, so there is nothing to train"
+            )
         if key.startswith(("plan.", "sweep.")):
-            raise refuse(key, given, "holds for all points, so one value is needed", values[0])
+            raise refuse(
+                "unsupported", key, given, "holds for all points, so one value is needed", values[0]
+            )
     return found
 
 
@@ -293,7 +300,9 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
 
 
 def no_start(refused: Sequence[LedgerEntry]) -> ConfigError:
-    return ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
+    return ConfigError(
+        refused[0].kind, "no point was started, because\n  " + "\n  ".join(reasons(refused))
+    )
 
 
 def reasons(refused: Sequence[LedgerEntry]) -> list[str]:

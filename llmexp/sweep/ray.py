@@ -56,7 +56,9 @@ def check(knobs: Knobs) -> None:
 def need(asked: str) -> None:
     """Raise ConfigError, naming what asked for it, where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{asked}: the package ray is not installed; {how_to_install('ray')}")
+        raise ConfigError(
+            "missing_package", f"{asked}: the package ray is not installed; {how_to_install('ray')}"
+        )
 
 
 def train_task(path: str, environment: dict[str, str]) -> int:
@@ -160,7 +162,7 @@ def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> 
     try:
         ray.init(address=address, **given | init)
     except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{asked}: ray.init failed: {error}") from None
+        raise ConfigError("network", f"{asked}: ray.init failed: {error}") from None
     finally:
         # Ray has put its own there, which end the process and report nothing
         for number, handler in handlers.items():
@@ -185,7 +187,7 @@ def refuse_impossible(
         largest = max((resources.get(name, 0.0) for resources in alive), default=0.0)
         if most > largest:
             text = f"the largest node of the cluster has {largest:g} {name}s"
-            raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
+            raise refuse("no_device", f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
 
 
 def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:

@@ -65,7 +65,7 @@ def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
     name = target.removeprefix("hydra_plugins.llmexp.").removesuffix("Launcher").lower()
     if name not in LAUNCHERS:
         text = f"does not run here; it is one of {', '.join(LAUNCHERS)}"
-        raise ConfigError(f"hydra/launcher: {target} {text}")
+        raise ConfigError("unknown_option", f"hydra/launcher: {target} {text}")
     if name not in KNOBS:
         return name, None
     knobs: Any = convert_section(KNOBS[name].Knobs, given, "hydra.launcher.")

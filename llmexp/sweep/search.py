@@ -81,11 +81,11 @@ def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any])
     own = list(filter(is_seed, given))
     if own != list(filter(is_seed, ledger.points[0].overrides)):
         text = "all trials of a search have one seed; go on without this key"
-        raise refuse(SEED, own[0].partition("=")[2] if own else None, text)
+        raise refuse("other_run", SEED, own[0].partition("=")[2] if own else None, text)
     there = {key.lstrip("+") for key in ledger.swept} - {SEED}
     for key in sorted(there ^ {key.lstrip("+") for key in space}):
         text = f"all trials of a search choose values of the same keys, here {', '.join(there)}"
-        raise ConfigError(f"{key}: {text}; search anew, without sweep.resume", key)
+        raise ConfigError("other_run", f"{key}: {text}; search anew, without sweep.resume", key)
 
 
 def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
@@ -105,20 +105,28 @@ def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
     search, sampler = current.knobs.search, current.knobs.search.sampler
     if current.knobs.twins:
         text = "needs a grid; a search chooses its points while it runs"
-        raise refuse("sweep.twins", current.knobs.twins, text, 0)
+        raise refuse("conflict", "sweep.twins", current.knobs.twins, text, 0)
     if current.knobs.decide:
         text = "needs a grid, whose settings are known beforehand; leave it out"
-        raise refuse("sweep.decide", True, text, "false")
+        raise refuse("conflict", "sweep.decide", True, text, "false")
     if not space:
         text = "no key has values to choose from"
-        raise refuse("sweep.search.trials", search.trials, text,
+        raise refuse("missing_value", "sweep.search.trials", search.trials, text,
                      f"{search.trials} 'optimizer.lr=tag(log,interval(1e-4,1e-2))'")  # fmt: skip
     if SEED in space:
         text = "no seed is better than another; the best trials get fresh ones"
-        raise ConfigError(f"{SEED}: {text}; leave it out, or sweep.search.seeds=5", SEED)
+        raise ConfigError(
+            "unsupported", f"{SEED}: {text}; leave it out, or sweep.search.seeds=5", SEED
+        )
     numbers = [key for key, of in space.items() if hasattr(of, "low")]
     if sampler == "cmaes" and (len(numbers) < len(space) or len(space) < 2):
-        raise refuse("sweep.search.sampler", sampler, "searches two or more numbers only", "tpe")
+        raise refuse(
+            "unsupported",
+            "sweep.search.sampler",
+            sampler,
+            "searches two or more numbers only",
+            "tpe",
+        )
 
 
 def distribution(o: Override) -> Any:
@@ -127,18 +135,22 @@ def distribution(o: Override) -> Any:
         from optuna import distributions
     except ImportError:
         text = f"a search needs the package optuna; {how_to_install('optuna')}"
-        raise ConfigError(f"sweep.search.trials: {text}") from None
+        raise ConfigError("missing_package", f"sweep.search.trials: {text}") from None
     sweep: Any = o.value()
     if not hasattr(sweep, "tags"):  # a glob
         text = "a search takes an interval, a range or choices"
-        raise ConfigError(f"{o.input_line}: {text}; for example 'optimizer.lr=interval(1e-4,1e-2)'")
+        raise ConfigError(
+            "wrong_type", f"{o.input_line}: {text}; for example 'optimizer.lr=interval(1e-4,1e-2)'"
+        )
     log = "log" in sweep.tags
     if o.is_interval_sweep():
         if not sweep.start < sweep.end or (log and sweep.start <= 0):
             needed = "its lower end must be below the upper one"
             example = f"{o.get_key_element()}=tag(log,interval(1e-4,1e-2))"
             more = ", and above 0 on a log scale" if log else ""
-            raise ConfigError(f"{o.input_line}: {needed}{more}; for example '{example}'")
+            raise ConfigError(
+                "out_of_range", f"{o.input_line}: {needed}{more}; for example '{example}'"
+            )
         whole = isinstance(sweep.start, int)
         kind = distributions.IntDistribution if whole else distributions.FloatDistribution
         return kind(sweep.start, sweep.end, log=log)
@@ -148,7 +160,9 @@ def distribution(o: Override) -> Any:
         numbers = sorted(map(int, texts))
         if log and numbers[0] <= 0:
             way = "begin it at 1, or leave out tag(log,...)"
-            raise ConfigError(f"{o.input_line}: a log scale has no place for {numbers[0]}; {way}")
+            raise ConfigError(
+                "out_of_range", f"{o.input_line}: a log scale has no place for {numbers[0]}; {way}"
+            )
         step = 1 if log else int(abs(sweep.step))
         return distributions.IntDistribution(numbers[0], numbers[-1], log=log, step=step)
     return distributions.CategoricalDistribution(texts)

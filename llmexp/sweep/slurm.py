@@ -87,16 +87,22 @@ def check(knobs: Knobs) -> None:
     """Raise ConfigError for knobs that no cluster takes, or where there is no Slurm."""
     if shutil.which("sbatch") is None or shutil.which("squeue") is None:
         text = "there is no sbatch on this host; start it where Slurm's commands are"
-        raise ConfigError(f"hydra/launcher=slurm: {text}")
+        raise ConfigError("missing_package", f"hydra/launcher=slurm: {text}")
     for key in ("partition", "account", "qos"):
         text = getattr(knobs, key)
         if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):
             needed = "one word of letters, digits and . , : @ / + - is needed"
-            raise refuse(f"hydra.launcher.{key}", repr(text), needed, "gpu")
+            raise refuse("wrong_type", f"hydra.launcher.{key}", repr(text), needed, "gpu")
     delay_s = knobs.signal_delay_s
     if knobs.timeout_min is not None and knobs.timeout_min * 60 <= delay_s:
         text = f"ends before its own warning, which comes signal_delay_s={delay_s} seconds earlier"
-        raise refuse("hydra.launcher.timeout_min", knobs.timeout_min, text, delay_s // 60 + 60)
+        raise refuse(
+            "out_of_range",
+            "hydra.launcher.timeout_min",
+            knobs.timeout_min,
+            text,
+            delay_s // 60 + 60,
+        )
 
 
 def sbatch_options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]:
@@ -186,7 +192,7 @@ def live_jobs(points: Sequence[Point]) -> list[Submitted]:
         found = states()
     except OSError as error:
         text = "whether earlier jobs are still there is not known"
-        raise ConfigError(f"hydra/launcher=slurm: {text}: {error}") from None
+        raise ConfigError("failed", f"hydra/launcher=slurm: {text}: {error}") from None
     return [one for one in known if one.job in found and found[one.job][0] not in OVER]
 
 
@@ -237,7 +243,7 @@ class Slurm:
                 before = ", ".join(one.job for one in submitted)
                 text = f"sbatch refused the jobs: {error}"
                 text += f"; submitted before: {before}" if before else ""
-                raise ConfigError(f"hydra/launcher=slurm: {text}") from None
+                raise ConfigError("failed", f"hydra/launcher=slurm: {text}") from None
             for point, job in zip(points, ids, strict=True):
                 fileio.write_json(point.path / JOB, {"job_id": job})
                 submitted.append(Submitted(point, job))

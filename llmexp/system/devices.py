@@ -67,7 +67,10 @@ def device_named(name: str) -> Device | None:
     if name == "cpu":
         return None
     if name not in found:
-        raise ConfigError(f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu")
+        raise ConfigError(
+            "unknown_option",
+            f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu",
+        )
     return found[name]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import MAX_DEPTH, ConfigError, nested
 
 MOST_BYTES = 2**26  # of a file that is read whole
@@ -200,4 +201,6 @@ def read_json(path: Path) -> Any:
     try:
         return from_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ConfigError(
+            kind_of_error(error, "damaged_file"), f"{path}: cannot be read as JSON: {error}"
+        ) from None

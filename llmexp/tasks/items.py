@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.data.sources.settings import NAME
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
 
 SHIPPED = Path(__file__).parent / "sets"
@@ -45,7 +46,9 @@ def read_task(name: str, folder: str | None) -> list[Item]:
     """
     folder = folder or os.environ.get("LLMEXP_TASKS") or None
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")
+        raise ConfigError(
+            "unknown_file", f"{folder}: there is no such folder of tasks; it holds NAME.jsonl"
+        )
     places = [SHIPPED] if folder is None else [Path(folder), SHIPPED]
     for place in places:
         path = place / f"{name}.jsonl"
@@ -54,8 +57,9 @@ def read_task(name: str, folder: str | None) -> list[Item]:
     known = sorted({path.stem for place in places for path in place.glob("*.jsonl")})
     where = f"in {folder}" if folder else "with llmexp, and no folder is given (train.tasks_folder)"
     raise ConfigError(
+        "unknown_option",
         f"the task {name!r} has no file {name}.jsonl {where}; there are: {', '.join(known)}; "
-        "python -m llmexp.tasks.make --help says how to make more"
+        "python -m llmexp.tasks.make --help says how to make more",
     )
 
 
@@ -65,14 +69,18 @@ def read_items(path: Path) -> list[Item]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(
+            kind_of_error(error, "damaged_file"), f"{path}: cannot be read: {error}"
+        ) from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             found.append(_item(f"{path}:{number}", line))
     if not found:
-        raise ConfigError(f"{path}: has no items")
+        raise ConfigError("bad_data", f"{path}: has no items")
     if other := [item for item in found if item.completed != found[0].completed]:
-        raise ConfigError(f"{other[0].place}: one choice and several do not stand in one task")
+        raise ConfigError(
+            "bad_data", f"{other[0].place}: one choice and several do not stand in one task"
+        )
     return found
 
 
@@ -80,26 +88,28 @@ def _item(place: str, line: str) -> Item:
     try:
         given: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: is not JSON: {error}") from None
+        raise ConfigError("bad_data", f"{place}: is not JSON: {error}") from None
     keys = ("id", "context", "choices", "answer")
     if not isinstance(given, dict) or (missing := [key for key in keys if key not in given]):
         lacks = ", ".join(missing) if isinstance(given, dict) else "all of them"
         raise ConfigError(
-            f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}"
+            "bad_data", f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}"
         )
     choices, context, answer = given["choices"], given["context"], given["answer"]
     if not _texts(choices) or not choices or not all(choices):
-        raise ConfigError(f"{place}: choices must be a list of texts, none empty")
+        raise ConfigError("bad_data", f"{place}: choices must be a list of texts, none empty")
     contexts = context if isinstance(context, list) else [context] * len(choices)
     if not _texts(contexts) or len(contexts) != len(choices):
         raise ConfigError(
+            "bad_data",
             f"{place}: context must be a text, or a list with one for each of the {len(choices)} "
-            "choices"
+            "choices",
         )
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ConfigError(
+            "bad_data",
             f"{place}: answer {answer!r}: must be the number of a choice, from 0 to "
-            f"{len(choices) - 1}"
+            f"{len(choices) - 1}",
         )
     return Item(place, str(given["id"]), tuple(contexts), tuple(choices), answer)
 

@@ -64,19 +64,22 @@ def prepare_task(name: str, items: Sequence[Item], tokenizer: Tokenizer, length:
             context_ids, ids = encode_pair(tokenizer, context, f" {choice}")
             if not context_ids:
                 raise ConfigError(
+                    "wrong_tokenizer",
                     f"{item.place}: the context is empty, and {tokenizer.name} has no token for "
-                    "the start of a document to put there"
+                    "the start of a document to put there",
                 )
             if not ids:
                 raise ConfigError(
+                    "wrong_tokenizer",
                     f"{item.place}: the choice {choice!r} has no token of its own, as "
                     f"{tokenizer.name} makes one of its letters and of those before it; leave the "
-                    "item out"
+                    "item out",
                 )
             if len(ids) > length:
                 raise ConfigError(
+                    "too_large",
                     f"{item.place}: a choice has {len(ids):,} tokens, and the longest input of the "
-                    f"model is batch.sequence_length={length}"
+                    f"model is batch.sequence_length={length}",
                 )
             requests.append(Request((context_ids + ids)[-(length + 1) :], len(ids)))
     return Task(name, list(items), requests)
@@ -175,7 +178,7 @@ def score_task(
     with looking(loss):
         lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
-        raise ConfigError(f"the task {task.name}: a likelihood is not finite")
+        raise ConfigError("not_finite", f"the task {task.name}: a likelihood is not finite")
     samples, first = [], 0
     for item in task.items:
         own = lls[first : first + len(item.choices)].tolist()

@@ -193,7 +193,9 @@ def check_chosen(kind: str, also: Sequence[str]) -> None:
     check_stores([kind] if kind in STORES else [], "tracker")
     check_stores(also)
     if kind in also:
-        raise ConfigError(f"tracker.also={kind}: is what tracker={kind} chooses already")
+        raise ConfigError(
+            "conflict", f"tracker.also={kind}: is what tracker={kind} chooses already"
+        )
 
 
 def check_stores(kinds: Sequence[str], key: str = "tracker.also") -> None:
@@ -201,11 +203,13 @@ def check_stores(kinds: Sequence[str], key: str = "tracker.also") -> None:
     for kind in kinds:
         if kind not in STORES:
             raise ConfigError(
+                "unknown_option",
                 f"{key}={kind}: there is no such tracker.{hint(kind, STORES)} For example "
-                f"{key}=[tensorboard]"
+                f"{key}=[tensorboard]",
             )
         if importlib.util.find_spec(kind) is None:
             raise ConfigError(
+                "missing_package",
                 f"{key}={kind}: the package {kind} is not installed; to install it: "
-                f"{how_to_install(kind)}"
+                f"{how_to_install(kind)}",
             )

@@ -59,12 +59,16 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
     if args.to != "wandb":
         check_stores([args.to], "--to")
         if args.anew or args.dry_run or args.answer:
-            raise ConfigError(f"--to {args.to}: has neither --anew nor --dry-run nor --answer")
+            raise ConfigError(
+                "conflict", f"--to {args.to}: has neither --anew nor --dry-run nor --answer"
+            )
         return upload_all(runs, False, args.to)
     sweeps = [s for s in dict.fromkeys(run.parent for run in runs) if ledger.is_sweep(s)]
     if args.answer and not sweeps:
         example = "llmexp sync --answer outputs/default/2030-01-01_12-00-00"
-        raise ConfigError(f"--answer {args.paths[0]}: is no sweep; for example {example}")
+        raise ConfigError(
+            "not_a_run", f"--answer {args.paths[0]}: is no sweep; for example {example}"
+        )
     sweeps = [s for s in sweeps if args.answer or upload_is_pending(s)]
     if args.dry_run:
         code = max([_take(run, args.anew, dry=True) for run in runs])
@@ -131,7 +135,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     runs, problems = runs_meant(paths)
     if problems:
         example = "llmexp sync outputs/default/2030-01-01_12-00-00"
-        raise ConfigError(f"{problems[0]}; for example {example}")
+        raise ConfigError("not_a_run", f"{problems[0]}; for example {example}")
     return runs
 
 
@@ -252,12 +256,12 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
     parents = [row["step"] for row in read_rows(run / LINEAGE)]
     if parents and steps[0] <= parents[-1]:
         text = f"step {steps[0]} does not follow the last one of {LINEAGE}"
-        raise ConfigError(f"{run / rundir.METRICS}: line 1: {text}")
+        raise ConfigError("damaged_file", f"{run / rundir.METRICS}: line 1: {text}")
     try:
         fields = run_fields(run, folder.config, folder.facts)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{run}: config.yaml or run.json is not that of a run ({error!r})"
+            "damaged_file", f"{run}: config.yaml or run.json is not that of a run ({error!r})"
         ) from None
     if anew:
         fields = replace(fields, run_id=next_id(fields.run_id))

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from llmexp.settings import config
+from llmexp.settings.kinds import Kind
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import PREEMPTED
 from llmexp.system.redact import netrc_passwords
@@ -308,15 +309,19 @@ def has_login(settings: Any) -> bool:
 def check_login() -> None:
     """Raise ConfigError when nothing can be uploaded from here, with the way to change that."""
     problem = ""
+    kind: Kind = "missing_value"
     try:
         settings = import_wandb()
         if not has_login(settings):
             problem = f"no login for {settings.base_url}; to log in: wandb login, or set "
             problem += "WANDB_API_KEY"
     except ImportError as error:
+        kind = "missing_package"
         problem = f"wandb cannot be imported ({one_line(error)}); to install it: pip install wandb"
     if problem:
-        raise ConfigError(f"nothing could be uploaded: {problem}; then the same command again")
+        raise ConfigError(
+            kind, f"nothing could be uploaded: {problem}; then the same command again"
+        )
 
 
 def forget_wandb(*, kill: bool) -> None:

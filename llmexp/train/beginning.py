@@ -68,7 +68,9 @@ def parents_checkpoint(
     if loaded is None or parent.digest != loaded.digest:
         what = "is gone" if loaded is None else "is another one than when this fork was made"
         text = f"the checkpoint of step {parent.step} {what}"
-        raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")
+        raise refuse(
+            "no_checkpoint", "fork.run", parent.folder, f"{text}; put it back, or make another fork"
+        )
     return loaded
 
 
@@ -88,8 +90,9 @@ def newest_checkpoint(
     # The ranks meet here, so that rank 0 has cleaned up before any of them saves.
     if differing := mesh.differing_ranks(joined, listed):
         raise ConfigError(
+            "wrong_ranks",
             f"{root}: rank 0 sees other checkpoints there than {mesh.numbered(differing)}; all "
-            "hosts need one shared run folder"
+            "hosts need one shared run folder",
         )
     return loading.newest_whole(root, warn, joined)
 

@@ -128,9 +128,10 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
         shown = ", ".join(f"{k} ({old.get(k)} there, {here['config'].get(k)} here)" for k in named)
         raise ConfigError(
+            "other_run",
             f"{loaded.path if loaded else path}: is another run; differing keys, which change "
             f"results and so are fixed: {shown}; for a new run with other values that goes on from "
-            f"here: {rundir.command_on(path, 'train', ('fork.run', path), '...')}"
+            f"here: {rundir.command_on(path, 'train', ('fork.run', path), '...')}",
         )
     if keys and loaded is not None:  # else nothing is trained yet
         from llmexp.modes import extending
@@ -141,16 +142,16 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     before, now = recorded.get("environment"), environment(parts)
     if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
         text = f"the environment has another value of {', '.join(sorted(changed))} now"
-        raise ConfigError(f"{path}: is another run; {text}")
+        raise ConfigError("other_run", f"{path}: is another run; {text}")
     where = loaded.path if loaded else path
     for other in features.offered("assembly", "other"):
         if text := other(there, here):
-            raise ConfigError(f"{where}: {text}")
+            raise ConfigError("other_run", f"{where}: {text}")
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
         text = f"the data changed since the run started ({parts.run.data})"
         way = "if no file did, go on with the version of llmexp that began the run"
-        raise ConfigError(f"{where}: {text}; {way}")
+        raise ConfigError("other_run", f"{where}: {text}; {way}")
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
         again = rundir.how_to_resume(path, "parallelism.nproc_per_node=2")
         text = f"{error}; start as many, or go on with other numbers: {again}"
         key = "parallelism.nnodes x parallelism.nproc_per_node"
-        raise ConfigError(f"{key}={asked}: {text}") from None
+        raise ConfigError("wrong_ranks", f"{key}={asked}: {text}") from None
     if not joined.distributed:
         return joined
     for what, value in (
@@ -61,8 +61,9 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
         digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):
             raise ConfigError(
+                "wrong_ranks",
                 f"{path}: rank 0 has another {what} than {mesh.numbered(differing)}; all hosts "
-                "need one shared run folder and the same versions"
+                "need one shared run folder and the same versions",
             )
     return joined
 
@@ -86,7 +87,9 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
             except ConfigError as error:
                 refused = error
         if mesh.any_rank(joined, refused is not None)[0]:
-            raise refused or ConfigError(f"{path}: another process is training in this folder")
+            raise refused or ConfigError(
+                "busy", f"{path}: another process is training in this folder"
+            )
         yield takes_first
 
 

@@ -38,8 +38,9 @@ def sample(
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
     if not ids:
         raise ConfigError(
+            "missing_value",
             f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample "
-            "needs a --prompt"
+            "needs a --prompt",
         )
     device = next(model.parameters()).device
     new: list[int] = []

@@ -107,7 +107,7 @@ def begin_run(
         copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
         again = rundir.command_on(path, "resume", "/tmp/run")
         way = f"copy it to one that can, and go on there: {copy} && {again}"
-        raise ConfigError(f"{path}: this folder cannot be written; {way}")
+        raise ConfigError("disk", f"{path}: this folder cannot be written; {way}")
     if request.get("queue"):
         with rundir.locked(path):
             folder.record_run(path, parts, request, "queued")

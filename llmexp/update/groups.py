@@ -48,7 +48,7 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
             name = type(optimizer).__name__
             if isinstance(optimizer, torch.optim.LBFGS):
                 why = "takes one rate for all parameters; leave the groups out"
-                raise refuse("optimizer", name, why, "adamw")
+                raise refuse("unsupported", "optimizer", name, why, "adamw")
             if "weight_decay" not in group:
                 text = f"{name} has no weight decay that this could multiply"
                 break
@@ -56,7 +56,7 @@ def by_name(model: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[
                 text = ""
         if text and given.weight_decay != 1:
             key = f"{_KEY}.{number}.weight_decay"
-            raise refuse(key, given.weight_decay, f"{text}; leave it out")
+            raise refuse("idle_knob", key, given.weight_decay, f"{text}; leave it out")
 
     factors = {
         key: (groups[place].lr, groups[place].weight_decay)
@@ -111,7 +111,7 @@ def width_factors(optimizer: Optimizer, ratio: float) -> tuple[float, float]:
         "Lion; of optimizer=library AdamWScheduleFree, RAdamScheduleFree, AdamW8bit and its like, "
         "AdEMAMix, AdaBelief, LaProp, Lion, SignSGD and Tiger); SGD and our Muon have their own"
     )
-    raise refuse("model.parametrization", "mup", text, "standard")
+    raise refuse("unsupported", "model.parametrization", "mup", text, "standard")
 
 
 def mup_words(model: Any, optimizers: Sequence[Optimizer]) -> str:

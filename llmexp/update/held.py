@@ -19,7 +19,10 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers as a list, with the base rate of each group for the schedule."""
     optimizers = [built] if isinstance(built, Optimizer) else list(built)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise ConfigError("optimizer: the function must return a torch optimizer or a list of them")
+        raise ConfigError(
+            "bad_own_part",
+            "optimizer: the function must return a torch optimizer or a list of them",
+        )
     for optimizer in optimizers:  # a window's gradients are there before its update
         needed = [
             name
@@ -33,14 +36,14 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
             text += (
                 " once a step, with nothing, after the backward pass; choose one that needs none"
             )
-            raise ConfigError(f"optimizer: {text}, such as optimizer=adamw")
+            raise ConfigError("unsupported", f"optimizer: {text}, such as optimizer=adamw")
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group.get("lr")
         if isinstance(rate, Tensor) and not rate.is_meta:
             rate = float(rate)
         group.setdefault("initial_lr", rate)
     if wrong := wrong_rate(optimizers):
-        raise ConfigError(f"optimizer: {wrong}")
+        raise ConfigError("bad_own_part", f"optimizer: {wrong}")
     return optimizers
 
 
@@ -55,12 +58,18 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer], trained: set[i
     now = {id(p) for p in given.values() if p.requires_grad}
     if changed := [names.get(key, "one that is gone") for key in now ^ trained]:
         text = "other parameters are trained than before its function was called"
-        raise ConfigError(f"optimizer: {text}: {first_of(changed)}; do so in the model's function")
+        raise ConfigError(
+            "bad_own_part", f"optimizer: {text}: {first_of(changed)}; do so in the model's function"
+        )
     if twice := [names[key] for key, times in held.items() if times > 1 and key in names]:
-        raise ConfigError(f"optimizer: would update {first_of(twice)} more than once in a step")
+        raise ConfigError(
+            "bad_own_part", f"optimizer: would update {first_of(twice)} more than once in a step"
+        )
     if strange := len(held.keys() - names.keys()):
         text = f"holds {strange} that are no parameters of the model, and are saved nowhere"
-        raise ConfigError(f"optimizer: {text}; make them attributes of it, in its own function")
+        raise ConfigError(
+            "bad_own_part", f"optimizer: {text}; make them attributes of it, in its own function"
+        )
 
 
 def not_updated(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:

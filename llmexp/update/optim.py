@@ -60,7 +60,7 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     Raises ConfigError for a rate that `wrong_rate` finds, before any is set.
     """
     if wrong := wrong_rate(optimizers, factor):
-        raise ConfigError(f"optimizer: {wrong}")
+        raise ConfigError("bad_own_part", f"optimizer: {wrong}")
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group["initial_lr"] * group.get("lr_factor", 1.0) * factor
         # torchao's is a tensor, which groups may have in common

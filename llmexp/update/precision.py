@@ -34,11 +34,13 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
         device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         raise ConfigError(
-            f"precision.kind=tf32: {device.type} has no TF32 units; for example precision=fp32"
+            "no_device",
+            f"precision.kind=tf32: {device.type} has no TF32 units; for example precision=fp32",
         )
     if kind == "bf16" and device.type == "cuda" and not native:
         raise ConfigError(
-            "precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16"
+            "no_device",
+            "precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16",
         )
     if kind in ("bf16", "fp16") and device.type == "cpu" and not (native and kind == "bf16"):
         return kind, "this CPU emulates it, slowly"

@@ -170,7 +170,7 @@ def cooldown(
             f"the warm-up of {risen} updates reaches into the decay, which starts at update "
             f"{start} of {total_updates}; for example schedule.warmup_steps={start}"
         )
-        raise refuse(f"schedule.{key}", given, text)
+        raise refuse("conflict", f"schedule.{key}", given, text)
     if update < risen:
         return (update + 1) / risen
     length = max(1, min(decay_steps or total_updates, total_updates - start))

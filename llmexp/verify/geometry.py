@@ -85,7 +85,8 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     """
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or _STEPS
     if (labels := config.data.get("train_labels")) is not None:
-        raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
+        text = "the reference of verify reads no labels"
+        raise refuse("unsupported", "data.train_labels", labels, text, "null")
     for prepared in features.offered("verify", "prepared"):
         config = prepared(config, steps)
     own = assemble(config)
@@ -234,9 +235,10 @@ def refuse_random(parts: Parts, tokens: Tensor) -> None:
     named = [name for name, module in dropouts if getattr(module, "p", None)]
     where = f" in {first_of(named, 4)}" if named else ""
     raise ConfigError(
+        "unsupported",
         f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two "
         "cuts compute the same; a knob with `dropout` in its name would be set to 0 here; for "
-        "example model.dropout=0.1"
+        "example model.dropout=0.1",
     )
 
 
@@ -281,7 +283,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
         loaded = loading.read_checkpoint(checkpoint_folder(path / rundir.CHECKPOINTS, step))
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(error.kind, f"{path}: {error}") from None
     return model
 
 

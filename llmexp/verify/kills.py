@@ -120,7 +120,7 @@ def strike(
             if process.wait() == DONE:
                 return None
             words = f"{path}: ended with exit code {process.returncode}: {runs.last_words(path)}"
-            raise Broken(words) if number else ConfigError(words)
+            raise Broken(words) if number else ConfigError("cannot_verify", words)
         if kind == "rank":
             rank, pid = rng.choice(sorted(ranks.items()))
             send(pid, signal.SIGKILL)

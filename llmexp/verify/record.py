@@ -73,7 +73,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     except ValueError:
         raise ConfigError(
-            f"{path}: is damaged; remove {path.parent.parent}, and start again"
+            "damaged_file", f"{path}: is damaged; remove {path.parent.parent}, and start again"
         ) from None
 
 

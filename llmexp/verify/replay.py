@@ -51,12 +51,13 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     if not first <= wanted.step <= last:
         text = f"{wanted.run}@{wanted.step}: the run took the steps {first} to {last}"
         again = rundir.command_on(wanted.run, "replay", Path(f"{wanted.run}@{last}"))
-        raise ConfigError(f"{text}; for example {again}")
+        raise ConfigError("out_of_range", f"{text}; for example {again}")
     if wanted.start is not None and wanted.start not in [0, *saved]:
         there = ", ".join(map(str, saved)) or "none"
         raise ConfigError(
+            "no_checkpoint",
             f"--from {wanted.start}: there is no checkpoint of that step; there are those of "
-            f"{there}, and 0, the beginning"
+            f"{there}, and 0, the beginning",
         )
     near = max((step for step in saved if step < wanted.step), default=0)
     later = wanted.start is not None and wanted.start >= wanted.step
@@ -68,10 +69,11 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
         found["from"] = wanted.start
     if (bad := found["differs"]) is not None:
         raise ConfigError(
+            "cannot_verify",
             f"{wanted.run}: step {bad['step']} came out otherwise than the run recorded it: "
             f"{bad['figure']} {bad['replayed']!r}, in its row {bad['row']!r}; a replay needs the "
             "machine, the versions and the code of the run, and on a GPU a run with "
-            "train.deterministic=true (llmexp verify determinism)"
+            "train.deterministic=true (llmexp verify determinism)",
         )
     rows = read_rows(wanted.run / rundir.METRICS)
     norms = usual_of(wanted.step, rows, "grad_norm", found.pop("norms"))
@@ -237,5 +239,7 @@ def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:
             words = runs.last_words(path).removeprefix("llmexp: ")
             text = words.partition("; the logs of all ranks are in")[0]  # they go with the folder
             text = text.replace(str(path), str(wanted.run))
-            raise ConfigError(f"{wanted.run}: it cannot be repeated: {text}") from None
+            raise ConfigError(
+                "cannot_verify", f"{wanted.run}: it cannot be repeated: {text}"
+            ) from None
         return read_json(path / rundir.FOUND)

@@ -74,7 +74,9 @@ def quiet(config: Config) -> Config:
 def refuse_hosts(config: Config, what: str) -> None:
     """Raise ConfigError for several hosts, which `what` cannot start."""
     if (hosts := config.parallelism.nnodes) > 1:
-        raise refuse("parallelism.nnodes", hosts, f"{what} runs on this host alone", 1)
+        raise refuse(
+            "unsupported", "parallelism.nnodes", hosts, f"{what} runs on this host alone", 1
+        )
 
 
 def window_sizes(batch: Batch, steps: int, factor: int = 1) -> list[int]:
@@ -176,7 +178,8 @@ def train_folder(path: Path, config: Config, **env: str) -> None:
         words = last_words(path)
         hint = "; --shrink proves it for a smaller model" if "memory" in words else ""
         raise ConfigError(
-            f"{path}: this run of the verification ended with exit code {code}: {words}{hint}"
+            "cannot_verify",
+            f"{path}: this run of the verification ended with exit code {code}: {words}{hint}",
         )
 
 
@@ -197,6 +200,6 @@ def read_run_rows(path: Path) -> list[dict[str, Any]]:
     found = []
     for _, _, row in scan_rows(path / rundir.METRICS):  # in any order, which is compared
         if isinstance(row, ValueError):
-            raise ConfigError(f"{path / rundir.METRICS}: {row}")
+            raise ConfigError("damaged_file", f"{path / rundir.METRICS}: {row}")
         found.append(row)
     return found

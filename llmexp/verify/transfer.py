@@ -86,7 +86,13 @@ def prepared(config: Config) -> Config:
         model = parts.build_model()
     if not (isinstance(model, LanguageModel) and model.is_ours()):
         text = "verify transfer widens GPT-2, Llama and their relatives only"
-        raise refuse("model._target_", config.model["_target_"], text, "llmexp.models.gpt2.GPT2")
+        raise refuse(
+            "unsupported",
+            "model._target_",
+            config.model["_target_"],
+            text,
+            "llmexp.models.gpt2.GPT2",
+        )
     heads = math.gcd(int(config.model["n_heads"]), WIDTHS[0] // 2)  # of an even width
     one_number = dict.fromkeys(("init_from", "size", "depth", "shape_rule"))
     sizes: dict[str, Any] = {**STANDARD, **config.model, **one_number, "n_heads": heads}

@@ -148,7 +148,7 @@ class corpus:
                     kind = "training tokens" if what == "sources" else "tokens"
                     text = f"{len(stream):,} {kind} do not fill one sequence; "
                     text += f"batch.sequence_length={length} needs {length + 1:,}"
-                    raise ConfigError(f"data.{what}.{name}: {text}")
+                    raise ConfigError("too_little_data", f"data.{what}.{name}: {text}")
         lengths = {name: len(stream) for name, stream in streams.items()}
         return Corpus(
             train=TokenStream.joined(list(streams.values())),
@@ -173,7 +173,9 @@ class corpus:
         """Return the sources, each with its weight, or all without. Raises ConfigError."""
         if not isinstance(self.sources, Mapping) or not self.sources:
             example = "data.sources.web.files=corpus/*.jsonl"
-            raise ConfigError(f"data.sources: name one source at least; for example {example}")
+            raise ConfigError(
+                "missing_value", f"data.sources: name one source at least; for example {example}"
+            )
         found = []
         for name, value in self.sources.items():
             key = _key("data.sources", name, value)
@@ -185,21 +187,25 @@ class corpus:
         if missing and len(missing) < len(found):
             way = "give all sources a weight, or none (then each counts by its tokens)"
             text = f"the other sources have weights, this one has none; {way}"
-            raise ConfigError(f"data.sources.{missing[0]}.weight: {text}")
+            raise ConfigError("missing_value", f"data.sources.{missing[0]}.weight: {text}")
         if not missing and not any(weights.values()):
-            raise refuse(f"data.sources.{found[0].name}.weight", 0, "all weights are 0", 1)
+            raise refuse(
+                "out_of_range", f"data.sources.{found[0].name}.weight", 0, "all weights are 0", 1
+            )
         return found
 
     def _validation(self, remote: RemoteCache) -> tuple[list[Source], list[tuple[str, float]]]:
         """Return the validation sets with files of their own, and the shares of the others."""
         if not isinstance(self.val, Mapping):
-            raise refuse("data.val", self.val, "named sets are needed", "{}")
+            raise refuse("wrong_type", "data.val", self.val, "named sets are needed", "{}")
         held_out, shares = [], []
         for name, value in self.val.items():
             key = _key("data.val", name, value)
             given = convert_section(ValidationKnobs, value, f"{key}.")
             if name in TAKEN:
-                raise ConfigError(f"{key}: is the name of {TAKEN[name]}; choose another one")
+                raise ConfigError(
+                    "conflict", f"{key}: is the name of {TAKEN[name]}; choose another one"
+                )
             if given.share is None:
                 held_out.append(replace(self._source(name, key, given, remote), held_out=True))
                 continue
@@ -207,11 +213,12 @@ class corpus:
                 (k for k, v in vars(given).items() if k != "share" and v is not None), ""
             ):
                 text = "a validation set is a share of the sources, or has files of its own"
-                raise ConfigError(f"{key}: has share and {other}; {text}")
+                raise ConfigError("conflict", f"{key}: has share and {other}; {text}")
             shares.append((name, given.share))
         if (total := sum(share for _, share in shares)) >= 1:
             raise ConfigError(
-                f"data.val: the shares add up to {total:g}; nothing is left to train on"
+                "out_of_range",
+                f"data.val: the shares add up to {total:g}; nothing is left to train on",
             )
         return held_out, shares
 
@@ -220,15 +227,23 @@ class corpus:
         source = Source(name, key, given.text_key or "text", skip_bad=skip, plain=plain)
         if (given.files is None) == (given.hf is None):
             example = f"{key}.files=corpus/*.jsonl"
-            raise ConfigError(f"{key}: either files or hf is needed; for example {example}")
+            raise ConfigError(
+                "missing_value" if given.files is None else "conflict",
+                f"{key}: either files or hf is needed; for example {example}",
+            )
         if plain and (other := "hf" if given.hf else "text_key" if given.text_key else ""):
             raise refuse(
-                f"{key}.plain", True, f"does nothing beside {other}; leave one of them out"
+                "idle_knob",
+                f"{key}.plain",
+                True,
+                f"does nothing beside {other}; leave one of them out",
             )
         if given.hf is not None:
             return replace(source, key=f"{key}.hf", hf=given.hf, split=given.split or TRAIN)
         if given.split is not None:
-            raise refuse(f"{key}.split", given.split, "belongs to hf, and the source has files")
+            raise refuse(
+                "idle_knob", f"{key}.split", given.split, "belongs to hf, and the source has files"
+            )
         left = list[str]()
         places = match_places(f"{key}.files", given.files, remote, left)
         return replace(source, key=f"{key}.files", files=tuple(places), left_out=tuple(left))
@@ -239,9 +254,11 @@ def _key(parent: str, name: Any, value: Any) -> str:
     key = f"{parent}.{name}"
     if NAME.fullmatch(str(name)) is None:
         text = "a name has letters, digits, - and _, at most 40; for example web"
-        raise ConfigError(f"{key}: {text}")
+        raise ConfigError("wrong_type", f"{key}: {text}")
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={value}: keys are needed; for example {key}.files=corpus/*.jsonl")
+        raise ConfigError(
+            "wrong_type", f"{key}={value}: keys are needed; for example {key}.files=corpus/*.jsonl"
+        )
     return key
 
 
@@ -251,7 +268,12 @@ def _main_set(given: str | None, names: list[str]) -> str | None:
         return names[0] if names else None
     if given not in names:
         known = ", ".join(names) or "none is given"
-        raise refuse("data.val_main", given, f"there is no such validation set; known: {known}")
+        raise refuse(
+            "unknown_option",
+            "data.val_main",
+            given,
+            f"there is no such validation set; known: {known}",
+        )
     return given
 
 
@@ -274,19 +296,21 @@ def _read_stages(
     except ConfigError as error:
         text, way = str(error), f"for example {typed('data.stages', like)}"
         text += "" if way in text else f"; {way}"
-        raise ConfigError(text, error.key, error.code) from None
+        raise ConfigError(error.kind, text, error.key) from None
     found: dict[int, dict[str, float]] = {}
     for number, (given, weights) in enumerate(zip(given_stages, weights_of, strict=True)):
         key = f"data.stages.{number}"
         if set(weights) != set(names):
             text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
-            raise refuse(f"{key}.weights", given.weights, text)
+            raise refuse("missing_value", f"{key}.weights", given.weights, text)
         start = -(-given.from_tokens // sequence_length)
         if not any(weights.values()):
-            raise refuse(f"{key}.weights", given.weights, "one weight must be above 0")
+            raise refuse(
+                "out_of_range", f"{key}.weights", given.weights, "one weight must be above 0"
+            )
         if found and start <= max(found):
             text = "stages stand in order; the one before begins there or later"
-            raise refuse(f"{key}.from_tokens", given.from_tokens, text)
+            raise refuse("out_of_range", f"{key}.from_tokens", given.from_tokens, text)
         found[start] = {name: weights[name] for name in names}
     return found
 

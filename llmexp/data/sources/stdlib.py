@@ -39,5 +39,5 @@ def stdlib_files() -> list[Path]:
     if len(paths) < 50:
         text = f"this Python has no readable source files in {root} ({len(paths)} found)"
         way = "use text files of your own: data=text data.train_files=corpus/*.txt"
-        raise ConfigError(f"data=stdlib: {text}; {way}")
+        raise ConfigError("unknown_file", f"data=stdlib: {text}; {way}")
     return sorted(paths, key=lambda path: path.relative_to(root).parts)

@@ -39,7 +39,7 @@ def synthetic(
     ids = vocab_size if n_ids is None else n_ids
     if not 4 <= ids <= vocab_size:
         text = f"must be between 4 and the vocabulary of {vocab_size}, or null for all of it"
-        raise refuse("data.n_ids", n_ids, text)
+        raise refuse("out_of_range", "data.n_ids", n_ids, text)
     rng = np.random.Generator(np.random.PCG64(seed))
     names = np.argsort(rng.random(ids))  # which id stands for which state
     if pattern == "markov":

@@ -74,7 +74,7 @@ def tokens(
     if len(train) < sequence_length + 1:
         text = f"{len(train):,} training tokens in {len(train_paths)} files do not fill a sequence"
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
-        raise refuse("data.train_files", train_files, f"{text}; {needed}")
+        raise refuse("too_little_data", "data.train_files", train_files, f"{text}; {needed}")
     description = f"{plural(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = documents_of(arrays, tokenizer, cache)
     content: dict[str, Any] = {

@@ -71,7 +71,7 @@ class Tokenizer:
             if names := getattr(self, "special_names", []):
                 way += f", or take one that it has ({first_of(names, 8)}): "
                 way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
-            raise ConfigError(f"tokenizer: {text}; {way}")
+            raise ConfigError("wrong_tokenizer", f"tokenizer: {text}; {way}")
         return self.eot_token
 
     def has_meaning(self) -> np.ndarray:

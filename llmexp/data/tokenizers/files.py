@@ -13,6 +13,7 @@ from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from llmexp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from llmexp.data.tokenizers.tiktoken import read_ranks
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import knob, refuse
 
 
@@ -41,24 +42,28 @@ def from_file(
     ValueError.
     """
     if not isinstance(path, str) or not path:
-        raise refuse("tokenizer.path", path, "a file or folder is needed", "tokenizer.json")
+        raise refuse(
+            "missing_value", "tokenizer.path", path, "a file or folder is needed", "tokenizer.json"
+        )
     file = Path(path).expanduser()
     if file.is_dir():
         inside = [file / name for name in ("tokenizer.json", "tokenizer.model")]
         found = next((one for one in inside if os.path.lexists(one)), None)
         if found is None:
             text = "the folder holds neither tokenizer.json nor tokenizer.model"
-            raise refuse("tokenizer.path", path, text)
+            raise refuse("unknown_file", "tokenizer.path", path, text)
         file = found
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise refuse("tokenizer.path", path, f"cannot be read: {error.strerror}") from None
+        raise refuse(
+            kind_of_error(error), "tokenizer.path", path, f"cannot be read: {error.strerror}"
+        ) from None
     if file.suffix == ".tiktoken":
         return read_ranks(path, file, content, end_of_text, pattern)
     if pattern is not None:
         text = f"belongs to a .tiktoken file; {file.name} says itself how text is split"
-        raise refuse("tokenizer.pattern", pattern, text)
+        raise refuse("idle_knob", "tokenizer.pattern", pattern, text)
     if content.lstrip()[:1] == b"{":
         return as_tokenizer(HuggingFaceTokenizer(path, file, content, end_of_text))
     return as_tokenizer(SentencePieceTokenizer(path, content, end_of_text))

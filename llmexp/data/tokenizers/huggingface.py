@@ -33,7 +33,9 @@ class HuggingFaceTokenizer:
             self.content = json.dumps(found, ensure_ascii=False)  # all that decides ids
             self._tokenizer = library.Tokenizer.from_str(self.content)
         except Exception as error:  # of the library's Rust side
-            raise refuse("tokenizer.path", path, f"is no tokenizer.json ({error})") from None
+            raise refuse(
+                "damaged_file", "tokenizer.path", path, f"is no tokenizer.json ({error})"
+            ) from None
         self.is_cuttable = _is_cuttable(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem

@@ -36,7 +36,7 @@ class CustomTokenizer(Tokenizer):
         if missing:
             needs = "; ".join(f"{part}: {what}" for part, what in NEEDED.items())
             lacks = f"{type(given).__name__} lacks {', '.join(missing)}"
-            raise ConfigError(f"{lacks}; a tokenizer has {needs}")
+            raise ConfigError("bad_own_part", f"{lacks}; a tokenizer has {needs}")
         self.given = given
         self.name = str(getattr(given, "name", type(given).__name__))
         self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
@@ -50,7 +50,7 @@ class CustomTokenizer(Tokenizer):
         lengths = np.asarray(given.byte_lengths)
         if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
             text = f"must hold {self.n_vocab:,} whole numbers: {NEEDED['byte_lengths']}"
-            raise ConfigError(f"{self.name}.byte_lengths {text}")
+            raise ConfigError("bad_own_part", f"{self.name}.byte_lengths {text}")
         self.byte_lengths = lengths.astype(np.int64)
         self.special_ids = [] if end is None else [end]
         self._one_by_one = True
@@ -58,7 +58,7 @@ class CustomTokenizer(Tokenizer):
         self._one_by_one = self._depends_on_others()
 
     def _wrong(self, part: str, how: str, more: str = "") -> ConfigError:
-        return ConfigError(f"{self.name}.{part}{how} must be {NEEDED[part]}{more}")
+        return ConfigError("bad_own_part", f"{self.name}.{part}{how} must be {NEEDED[part]}{more}")
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, all in one call where that changes no ids.
@@ -79,12 +79,14 @@ class CustomTokenizer(Tokenizer):
         short, long = alone = self.encode_all(texts)
         if not all(map(np.array_equal, alone, self.encode_all(texts))):
             way = "switch off its sampling, such as BPE dropout"
-            raise ConfigError(f"{self.name}.encode_batch gives a text other ids each time; {way}")
+            raise ConfigError(
+                "bad_own_part", f"{self.name}.encode_batch gives a text other ids each time; {way}"
+            )
         if len(short) > len(long) / REPEATS + MOST_ADDED:
             text = f"makes {len(short)} ids of a text and {len(long)} of {REPEATS} times that text"
             way = "with the library tokenizers by no_padding() and no_truncation()"
             text += f", so it pads texts or cuts them; turn both off, {way}"
-            raise ConfigError(f"{self.name}.encode_batch {text}")
+            raise ConfigError("bad_own_part", f"{self.name}.encode_batch {text}")
         return not all(map(np.array_equal, alone, self._encode_batch(texts)))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -101,7 +103,9 @@ class CustomTokenizer(Tokenizer):
                 ids = np.empty(0, np.int64)
             elif not whole or ids.min() < 0 or ids.max() >= self.n_vocab:
                 text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
-                raise ConfigError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
+                raise ConfigError(
+                    "bad_own_part", f"{self.name}.encode_batch {text}, not {given!r:.80}"
+                )
             checked.append(ids)
         return checked
 

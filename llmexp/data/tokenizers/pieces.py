@@ -19,7 +19,7 @@ def special_id(path: str, given: str | None, known: Sequence[str], ids: Any) -> 
     if given is not None and given not in known:
         there = first_of(known, 12) or "none"
         text = f"{path} has no such token; its special tokens are: {there}"
-        raise refuse("tokenizer.end_of_text", given, text)
+        raise refuse("unknown_option", "tokenizer.end_of_text", given, text)
     name = given or next((end for end in ENDS if end in known), None)
     return None if name is None else int(ids(name))
 

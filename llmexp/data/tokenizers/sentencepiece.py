@@ -21,7 +21,7 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(content)
         except Exception:  # of the library's C++ side
             text = "is neither a tokenizer.json, nor a .tiktoken file, nor a sentencepiece model"
-            raise refuse("tokenizer.path", path, text) from None
+            raise refuse("damaged_file", "tokenizer.path", path, text) from None
         self.name = Path(path).stem
         self.n_vocab = self._model.GetPieceSize()
         pieces = [self._model.IdToPiece(i) for i in range(self.n_vocab)]

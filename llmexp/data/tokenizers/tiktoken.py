@@ -81,7 +81,7 @@ def pretrained(
     if name not in known:
         near = nearest(str(name), known)
         text = f"there is no such encoding.{near} Known: {', '.join(known)}"
-        raise refuse("tokenizer.name", name, text)
+        raise refuse("unknown_option", "tokenizer.name", name, text)
 
     def fetched(blobpath: str) -> bytes:
         """Return a file of the network. Raises TimeoutError."""
@@ -109,7 +109,7 @@ def pretrained(
         tiktoken.load.read_file = _READ_FILE
     text = f"its files are neither cached nor could they be downloaded ({why})"
     way = "set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them"
-    raise refuse("tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")
+    raise refuse("network", "tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")
 
 
 def read_ranks(
@@ -125,13 +125,18 @@ def read_ranks(
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             text = f"line {number} is no token and its number (base64, a space, a number)"
-            raise refuse("tokenizer.path", path, text) from None
+            raise refuse("damaged_file", "tokenizer.path", path, text) from None
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
         text = f"{len(missing)} of the 256 bytes have no token, byte {missing[0]} is the first"
-        raise refuse("tokenizer.path", path, text)
+        raise refuse("damaged_file", "tokenizer.path", path, text)
     if sorted(ranks.values()) != sorted(set(ranks.values())) or max(ranks.values()) >= 1 << 31:
-        raise refuse("tokenizer.path", path, "two tokens have one number, or one is too large")
+        raise refuse(
+            "damaged_file",
+            "tokenizer.path",
+            path,
+            "two tokens have one number, or one is too large",
+        )
     split = PATTERNS.get(pattern or "gpt2", pattern)
     special = {end_of_text or END_OF_TEXT: max(ranks.values()) + 1}
     try:
@@ -140,5 +145,5 @@ def read_ranks(
         )
     except Exception as error:  # tiktoken's own, of its regular expressions
         text = f"is neither {' nor '.join(PATTERNS)} nor a regular expression ({error})"
-        raise refuse("tokenizer.pattern", pattern, text) from None
+        raise refuse("wrong_type", "tokenizer.pattern", pattern, text) from None
     return TiktokenTokenizer(found)

@@ -67,7 +67,7 @@ def train_bpe(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str)
 
     tokenizer.train_from_iterator(batches(), trainer)
     if not counted:
-        raise ConfigError("data: there are no documents to train a tokenizer on")
+        raise ConfigError("too_little_data", "data: there are no documents to train a tokenizer on")
     tokenizer.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True)])
     tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
     size = sum(len(text.encode()) for text in sample)

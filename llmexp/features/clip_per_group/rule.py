@@ -17,7 +17,7 @@ from llmexp.update.patterns import first_matches
 def grouped(model: nn.Module, patterns: list[str]) -> list[tuple[nn.Parameter, int | None]]:
     """Return the trained parameters, each with the place of its pattern. Raises ConfigError."""
     if not patterns:
-        raise refuse("clip.limits", "[]", "clip=per_group needs them", EXAMPLE)
+        raise refuse("missing_value", "clip.limits", "[]", "clip=per_group needs them", EXAMPLE)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return [*zip(trained.values(), first_matches(trained, patterns, "clip.limits"), strict=True)]
 

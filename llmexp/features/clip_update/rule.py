@@ -21,7 +21,7 @@ def check_limited(optimizers: Sequence[Optimizer]) -> None:
         kind = type(optimizer)
         if why := vars(kind).get("no_rms", f"{kind.__name__} is not torch's AdamW"):
             text = f"is the limit of StableAdamW, for AdamW's update; {why}"
-            raise refuse("clip", "update", text, "norm")
+            raise refuse("unsupported", "clip", "update", text, "norm")
 
 
 class OfUpdate(LimitingRule):

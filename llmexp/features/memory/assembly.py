@@ -48,7 +48,7 @@ def admit(parts: Parts) -> Parts:
         text = f"parameters and gradients of {ranks} take {gib(needed)} GiB of this host's memory"
         text += f", which has {gib(there)}; take more hosts, a smaller model or a GPU; {MORE}; "
         text += "train.check_memory=false starts it all the same"
-        raise refuse("train.check_memory", True, text)
+        raise refuse("too_large", "train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
     more = sum(copies(config) for copies in features.offered("settings", "copies_of_weights"))
     state = share * (1 + more + 2 * adamw)

@@ -15,4 +15,4 @@ def check_resume(config: Config, path: Path, given: Sequence[str]) -> None:
     key = "train.profile_start"
     if key in given and first is not None and step is not None and first <= step:
         text = f"is not after the checkpoint that the run goes on from, which is of step {step}"
-        raise refuse(key, first, text, step + 1)
+        raise refuse("out_of_range", key, first, text, step + 1)

@@ -18,9 +18,10 @@ def check_heads(model: nn.Module, limit: float) -> None:
     attentions = attentions_of(model)
     if not attentions:
         text = "the model has no heads of attention that llmexp knows, as GPT2 and Llama have"
-        raise refuse("clip.qk_limit", limit, f"{text}; leave it out")
+        raise refuse("unsupported", "clip.qk_limit", limit, f"{text}; leave it out")
     if any(getattr(one, "qk_norm", "none") != "none" for one in attentions):
         raise ConfigError(
+            "conflict",
             f"clip.qk_limit={limit}: model.qk_norm normalizes queries and keys, so that scaling "
             "their weights changes no logit; leave it out, or give model.qk_norm=none",
             "clip.qk_limit",

@@ -9,5 +9,5 @@ def prepared(config: Config, steps: int) -> Config:
     """Return the config, where the reference follows it. Raises ConfigError."""
     if (limit := knobs_of(config, Knobs).qk_limit) is not None:
         text = "the reference of verify computes no attention logits, which it follows"
-        raise refuse("clip.qk_limit", limit, text, "null")
+        raise refuse("unsupported", "clip.qk_limit", limit, text, "null")
     return config

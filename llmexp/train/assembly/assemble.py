@@ -208,15 +208,17 @@ def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
             continue
         if not issubclass(kind, Feature):
             raise ConfigError(
+                "bad_own_part",
                 f"hooks={name}: is a class, and no feature; name a function of (event, context), "
-                f"or derive the class from llmexp.train.feature.Feature{place(kind)}"
+                f"or derive the class from llmexp.train.feature.Feature{place(kind)}",
             )
         stored = own_name(kind)
         if stored in taken or not re.fullmatch("[a-z0-9_]+", stored):
             what = "another hook has too" if stored in taken else "no file can have"
             raise ConfigError(
+                "bad_own_part",
                 f"hooks={name}: has the name {stored} in checkpoints, which {what}; give the class "
-                f'a name of lower-case letters, digits and _, such as name = "mine"{place(kind)}'
+                f'a name of lower-case letters, digits and _, such as name = "mine"{place(kind)}',
             )
         taken.add(stored)
     return hooks

@@ -21,6 +21,7 @@ from llmexp.run.layout import Layout
 from llmexp.run.shares import GroupShare
 from llmexp.runs import rundir
 from llmexp.settings.convert import checked_knob
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.rules import LIBRARY_TARGET, TRANSFORMERS
 from llmexp.settings.targets import bind, locate
 from llmexp.settings.values import ConfigError, is_ours, refuse, typed
@@ -54,7 +55,9 @@ def initial_weights(
             begin_with(model, source, section)
         return source, grown
     except ValueError as error:
-        raise ConfigError(f"model.init_from={given}: {error}") from None
+        raise ConfigError(
+            kind_of_error(error, "wrong_weights"), f"model.init_from={given}: {error}"
+        ) from None
 
 
 def initial_warnings(
@@ -98,7 +101,7 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     if other is not None and not same_ids(other, tokenizer):
         ids = f"other ids than that of this run ({tokenizer.name})"
         why = f"its tokenizer ({other.name}) gives {ids}, for which the weights are not made"
-        raise refuse(key, folder, f"{why}; {text}")
+        raise refuse("wrong_tokenizer", key, folder, f"{why}; {text}")
     return []
 
 
@@ -122,12 +125,14 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
         wrong += f"{model.get_parameter(unknown[0]).dtype}; use another type, such as "
         wrong += "torch.float32 or torch.complex64, or make it a buffer"
     if wrong:
-        raise refuse("model._target_", dotted, f"{wrong}{place_of(section, 'model')}")
+        raise refuse(
+            "bad_own_part", "model._target_", dotted, f"{wrong}{place_of(section, 'model')}"
+        )
     if end is not None:
         if not hasattr(model, "document_end"):
             way = "the last id of each, which it has to keep attention inside of"
             text = f"{dotted} knows nothing of documents; give it an attribute `document_end`"
-            raise refuse("batch.document_mask", True, f"{text}, {way}", False)
+            raise refuse("unsupported", "batch.document_mask", True, f"{text}, {way}", False)
         setattr(model, "document_end", end)  # noqa: B010
     _begin_training(model)
     dtype = precision.parameter_dtype(kind)
@@ -225,7 +230,7 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     name = fill(section, "optimizer").get("name")
     if not isinstance(name, str) or not name:
         text = f"the name of an optimizer is needed, of {', '.join(library.PACKAGES)}"
-        raise refuse("optimizer.name", name, text, "Lion")
+        raise refuse("missing_value", "optimizer.name", name, text, "Lion")
     return section | {"name": library.dotted_name(name)}
 
 
@@ -241,7 +246,9 @@ def build_optimizers(
         optimizers = held.as_list(built)
         held.check_held(model, optimizers, trained)
     except ValueError as error:
-        raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
+        raise ConfigError(
+            kind_of_error(error, "bad_own_part"), f"{error}{place_of(section, 'optimizer')}"
+        ) from None
     for optimizer, known in zip(optimizers, traits, strict=False):
         optimizer.llmexp_traits = known  # type: ignore[attr-defined]
     wanted = _groups_of(section)

@@ -12,6 +12,7 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.settings.config import Config
 from llmexp.settings.convert import checked_knob
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.targets import bind, described, locate, place
 from llmexp.settings.values import ConfigError, is_ours, refuse
 from llmexp.settings.variables import fill
@@ -25,7 +26,9 @@ def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
     except Exception as error:  # of the user's code
         text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
         text += place_of(section, "tokenizer")
-        raise refuse("tokenizer._target_", section["_target_"], text) from error
+        raise refuse(
+            kind_of_error(error, "bad_own_part"), "tokenizer._target_", section["_target_"], text
+        ) from error
 
 
 def with_vocabulary(model: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -69,13 +72,15 @@ def build_corpus(
     try:
         found = as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
-        raise ConfigError(f"{error}{place_of(data, 'data')}") from None
+        raise ConfigError(
+            kind_of_error(error, "bad_own_part"), f"{error}{place_of(data, 'data')}"
+        ) from None
     if document_mask and not found.has_documents:
         text = f"data={data['_target_'].rpartition('.')[2]} has no documents"
-        raise refuse("batch.document_mask", True, text, False)
+        raise refuse("unsupported", "batch.document_mask", True, text, False)
     if document_mask and found.unmarked:
         text = f"{found.unmarked:,} documents lack the end-of-text id and would run into the next"
-        raise refuse("batch.document_mask", True, text, False)
+        raise refuse("bad_data", "batch.document_mask", True, text, False)
     return found
 
 
@@ -99,7 +104,7 @@ def document_end(tokenizer: Tokenizer, wanted: bool) -> int | None:
         return None
     if (found := tokenizer.eot_token) is None:
         text = f"the tokenizer {tokenizer.name} has no token that ends a document"
-        raise refuse("batch.document_mask", True, text, False)
+        raise refuse("wrong_tokenizer", "batch.document_mask", True, text, False)
     return found
 
 
@@ -113,6 +118,6 @@ def _check_ignored(given: Any, ids: int) -> None:
     text = f"a token id below {ids}, or null, is needed"
     if given == -100:
         text += "; labels with -100 are files of their own, data=tokens data.train_labels=FILES"
-        raise refuse("data.ignore_id", given, text)
+        raise refuse("out_of_range", "data.ignore_id", given, text)
     if checked_knob("data.ignore_id", given) >= ids:
-        raise refuse("data.ignore_id", given, text, 0)
+        raise refuse("out_of_range", "data.ignore_id", given, text, 0)

@@ -20,6 +20,7 @@ from llmexp.models.loss import SummedLoss
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
 from llmexp.settings.config import Config
+from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.rules import TRANSFORMERS
 from llmexp.settings.values import ConfigError
 from llmexp.settings.variables import fill
@@ -57,7 +58,7 @@ def open_run(
         loss = None if joined is None else _shared(model, joined)
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.kind, str(error)) from None
     return Opened(path, loaded.step, config, tokenizer, model, loss)
 
 
@@ -77,7 +78,7 @@ def join_ranks(config: Config) -> mesh.Mesh:
     try:
         return mesh.join(device_of(config), p.kind, *layout.sizes, backend=p.backend)
     except ValueError as error:
-        raise ConfigError(f"parallelism: {error}") from None
+        raise ConfigError(kind_of_error(error, "wrong_ranks"), f"parallelism: {error}") from None
 
 
 def device_of(config: Config) -> str:
@@ -132,9 +133,9 @@ def export_run(
             loaded, section, tokenizer, folder, form, path, weights=weights, check=check
         )
     except loading.CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.kind, str(error)) from None
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise ConfigError("disk", f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -> int | None:
@@ -162,5 +163,5 @@ def _build(config: Config, late: bool = False) -> tuple[Tokenizer, nn.Module]:
             give_memory(model, torch.device("cpu"))
     except (RuntimeError, MemoryError) as error:
         why = (str(error).splitlines() or ["it needs more memory than there is"])[0]
-        raise ConfigError(f"model: cannot be built: {why}") from None
+        raise ConfigError("failed", f"model: cannot be built: {why}") from None
     return tokenizer, model

@@ -17,6 +17,7 @@ from llmexp import mesh
 from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 from llmexp.settings.config import Config
+from llmexp.settings.kinds import Kind, kind_of_error
 from llmexp.settings.values import is_ours, refuse
 from llmexp.update import precision
 from llmexp.update.states import traits_of
@@ -62,7 +63,8 @@ def _compiled(wanted: bool | str, device: torch.device, offload: bool) -> tuple[
     if wanted == "auto":
         return not missing, f"off: {missing}" if missing else "on, chosen for this GPU"
     if missing:
-        raise refuse("train.compile", True, missing, "false")
+        kind: Kind = "conflict" if offload else "missing_package"
+        raise refuse(kind, "train.compile", True, missing, "false")
     return True, "on"
 
 
@@ -85,7 +87,7 @@ def _missing_to_compile(device: torch.device) -> str:
 
 def _device(kind: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
-        raise refuse("train.device", kind, "no CUDA device is visible", "cpu")
+        raise refuse("no_device", "train.device", kind, "no CUDA device is visible", "cpu")
     on_cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if on_cuda else "cpu")
 
@@ -100,16 +102,18 @@ def _layout(config: Config, device: torch.device) -> Layout:
     ranks = wanted or (1 if kind == "single" else there) or 1
     if there is not None and ranks > there:
         text = f"there are {there} CUDA devices on this host"
-        raise refuse("parallelism.nproc_per_node", ranks, text, there)
+        raise refuse("no_device", "parallelism.nproc_per_node", ranks, text, there)
     if config.parallelism.backend == "nccl" and device.type != "cuda":
         text = f"needs CUDA devices; this run computes on {device.type}"
-        raise refuse("parallelism.backend", "nccl", text, "gloo")
+        raise refuse("no_device", "parallelism.backend", "nccl", text, "gloo")
     layout = solve_layout(config.parallelism, ranks)
     if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
         try:
             mesh.check_loopback()
         except ValueError as error:
-            raise refuse("parallelism.nproc_per_node", ranks, str(error)) from None
+            raise refuse(
+                kind_of_error(error, "wrong_ranks"), "parallelism.nproc_per_node", ranks, str(error)
+            ) from None
     return layout
 
 
@@ -119,10 +123,10 @@ def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
         if layout.shard_size * layout.tensor_parallel_size > 1 and not traits.parts:
             why = "each rank would hold parts of tensors, and its update of a part is not known to"
             text = f"{why} be that part of its update of the whole; take parallelism=ddp or single"
-            raise refuse(traits.key, traits.name, text)
+            raise refuse("unsupported", traits.key, traits.name, text)
         if layout.dp_size > 1 and traits.draws:
             text = "draws random numbers, other ones on each rank; take parallelism=single"
-            raise refuse(traits.key, traits.name, text)
+            raise refuse("unsupported", traits.key, traits.name, text)
 
 
 def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[str]:
@@ -136,7 +140,7 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
     if p.activation_checkpointing != "none" and not blocks_of(loss.model):
         text = "computes blocks again, and the model has no list of them named `blocks`"
         key = "parallelism.activation_checkpointing"
-        raise refuse(key, p.activation_checkpointing, text, "none")
+        raise refuse("unsupported", key, p.activation_checkpointing, text, "none")
     if tp == 1:
         return warnings
     from llmexp.mesh.sharding import tensor_parallel_plan
@@ -146,16 +150,22 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
         check_tokens(config.batch.sequence_length, tp)
         if not is_shipped(loss.model):
             text = f"{config.model['_target_']} is none of the models that know how to share tokens"
-            raise refuse("parallelism.sequence_parallel", True, text, False)
+            raise refuse("unsupported", "parallelism.sequence_parallel", True, text, False)
     if config.model.get("qk_norm", "none") not in ("none", "head"):
         given = f"model.qk_norm={config.model['qk_norm']}"
         text = f"{given} normalizes all heads at once, and each rank holds only a part of them"
-        raise refuse("parallelism", p.kind, text, "fsdp")
+        raise refuse("unsupported", "parallelism", p.kind, text, "fsdp")
     if not tensor_parallel_plan(loss.model) or not loss.has_head():
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
-        raise refuse("parallelism", p.kind, text, "fsdp")
+        raise refuse("unsupported", "parallelism", p.kind, text, "fsdp")
     if not is_ours(target := config.optimizer.get("_target_")):
         mix = f"the mix of split and whole parameters of parallelism={p.kind}"
         text = f"{target} is not known to take {mix}"
-        raise refuse("optimizer._target_", target, text, "llmexp.update.optimizers.adamw.adamw")
+        raise refuse(
+            "unsupported",
+            "optimizer._target_",
+            target,
+            text,
+            "llmexp.update.optimizers.adamw.adamw",
+        )
     return warnings

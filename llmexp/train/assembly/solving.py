@@ -149,7 +149,9 @@ def solve_run(
         for name, (sequences, epochs) in shares.items():
             if mixed.max_epochs is not None and epochs > mixed.max_epochs:
                 text = f"the run would walk the source {name} {epochs:.4g} times"
-                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
+                raise refuse(
+                    "out_of_range", "data.max_epochs", mixed.max_epochs, text, math.ceil(epochs)
+                )
             sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
     return dataclasses.replace(
         run,
@@ -182,7 +184,7 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
             f"returned {found!r} for update {update}; the factor on the base rate, a finite number "
             f"of at least 0, is needed{place_of(section, 'schedule')}"
         )
-        raise refuse("schedule._target_", section["_target_"], text)
+        raise refuse("bad_own_part", "schedule._target_", section["_target_"], text)
 
     for update in (*range(0, max_steps - 1, -(-max_steps // TRIED_UPDATES)), max_steps - 1):
         factor(update)

@@ -78,7 +78,7 @@ def dotted_name(name: str) -> str:
     package, _, short = name.rpartition(".")
     if package and package not in PACKAGES:
         text = f"one of these packages is needed: {', '.join(PACKAGES)}"
-        raise refuse("optimizer.name", name, text, "pytorch_optimizer.Lion")
+        raise refuse("unknown_option", "optimizer.name", name, text, "pytorch_optimizer.Lion")
     absent, known = [], set[str]()
     for one in [package] if package else PACKAGES:
         if (module := _imported(one)) is None:
@@ -90,14 +90,14 @@ def dotted_name(name: str) -> str:
         if short in known:
             found = f"{one}.{short}"
             if found in NOT_OFFERED:
-                raise refuse("optimizer.name", name, NOT_OFFERED[found])
+                raise refuse("unsupported", "optimizer.name", name, NOT_OFFERED[found])
             return found
     near = nearest(short, known)
     text = f"there is no such optimizer{'.' if near else ''}{near}"
     if absent:
         packages = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} {INSTALL}"
         text = f"is not in what is installed;{near} {packages}"
-    raise refuse("optimizer.name", name, text, None if near else "RAdam")
+    raise refuse("unknown_option", "optimizer.name", name, text, None if near else "RAdam")
 
 
 def _imported(package: str) -> Any:
@@ -113,7 +113,9 @@ def _imported(package: str) -> Any:
         absent = error.name if isinstance(error, ModuleNotFoundError) else ""
         if str(absent).partition(".")[0] == package.partition(".")[0]:
             return None
-        raise ConfigError(f"optimizer.name: importing {package} failed: {error}") from None
+        raise ConfigError(
+            "missing_package", f"optimizer.name: importing {package} failed: {error}"
+        ) from None
     finally:
         logging.disable(before)
 
@@ -125,7 +127,7 @@ def _kind(dotted: str) -> tuple[Any, dict[str, Any]]:
     """
     package, _, name = dotted.rpartition(".")
     if (module := _imported(package)) is None:
-        raise refuse("optimizer.name", dotted, f"{package} is {INSTALL}")
+        raise refuse("missing_package", "optimizer.name", dotted, f"{package} is {INSTALL}")
     kind = getattr(module, name)
     given = [*inspect.signature(kind.__init__).parameters.values()][1:]
     named = [p for p in given if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -159,12 +161,14 @@ def built(model: nn.Module, dotted: str, lr: float, /, **knobs: Any) -> Optimize
     for name, value in knobs.items():
         key = f"optimizer.{name}"
         if name not in taken:
-            raise ConfigError(f"{key}: {dotted} has no such argument.{hint(name, list(taken))}")
+            raise ConfigError(
+                "unknown_key", f"{key}: {dotted} has no such argument.{hint(name, list(taken))}"
+            )
         if isinstance(default := taken[name], tuple):
             listed = isinstance(value, (list, tuple)) and len(value) == len(default)
             if not listed or any(isinstance(one, (str, list, dict)) for one in value):
                 text = f"a list of {len(default)} numbers is needed for {dotted}"
-                raise refuse(key, value, text, list(default))
+                raise refuse("wrong_type", key, value, text, list(default))
         if key in arguments() and isinstance(value, (int, float)):  # of the same meaning
             check_range(value, key, arguments()[key][1])
     knobs = {name: tuple(v) if isinstance(v, list) else v for name, v in knobs.items()}
@@ -181,7 +185,7 @@ def built(model: nn.Module, dotted: str, lr: float, /, **knobs: Any) -> Optimize
             raise
         except Exception as error:  # such as for shapes that it has no rule for
             text = f"its step failed: {type(error).__name__}: {error}"
-            raise refuse("optimizer.name", dotted, text) from error
+            raise refuse("bad_own_part", "optimizer.name", dotted, text) from error
         for state in optimizer.state.values():
             straighten(state)
 
@@ -204,10 +208,16 @@ def _constructed(
     except Exception as error:
         words = " ".join(f"{k}={as_yaml(v)}" for k, v in knobs.items())
         text = f"cannot be made{f' with {words}' if words else ''}: {error}"
-        raise refuse("optimizer.name", dotted, text) from None
+        raise refuse("bad_own_part", "optimizer.name", dotted, text) from None
     for group in optimizer.param_groups:
         if "lr" not in group:
-            raise refuse("optimizer.name", dotted, "has no learning rate in its groups", "AdamW")
+            raise refuse(
+                "bad_own_part",
+                "optimizer.name",
+                dotted,
+                "has no learning rate in its groups",
+                "AdamW",
+            )
         group["initial_lr"] = lr  # a number: torchao's rate is a tensor
     if dotted.startswith("torchao.") and not parameters[0].is_cuda:
         # compiling takes longer there than it saves
@@ -235,10 +245,10 @@ def _tried(dotted: str, knobs: dict[str, Any]) -> Traits:
     except ConfigError:
         raise
     except Unfit as error:
-        raise refuse("optimizer.name", dotted, str(error)) from None
+        raise refuse("bad_own_part", "optimizer.name", dotted, str(error)) from None
     except Exception as error:
         text = f"its step fails with gradients alone ({error})"
-        raise refuse("optimizer.name", dotted, text, "AdamW") from None
+        raise refuse("bad_own_part", "optimizer.name", dotted, text, "AdamW") from None
     # the first steps need not change all, such as Prodigy's estimate d
     groups, taken = plain_groups(whole.optimizers[0]), _kind(dotted)[1]
     return dataclasses.replace(

@@ -55,7 +55,7 @@ def polynomials(given: Any, steps: int) -> tuple[list[Triple], float]:
     except (TypeError, ValueError, IndexError):
         text = f"one of {', '.join(POLYNOMIALS)}, three numbers or a list of threes is needed"
         example = "polar_express" if isinstance(given, str) else [3.4445, -4.775, 2.0315]
-        raise refuse("optimizer.ns_coefficients", given, text, example) from None
+        raise refuse("wrong_type", "optimizer.ns_coefficients", given, text, example) from None
     safety = SAFETY if given == "polar_express" else 1.0
     if safety > 1:  # all but the last polynomial, as in algorithm 1
         scaled = [(a / safety, b / safety**3, c / safety**5) for a, b, c in found[:-1]]
@@ -188,7 +188,9 @@ def muon(
     hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
     if not hidden:
-        raise refuse("optimizer", "muon", "the model has no hidden matrices", "adamw")
+        raise refuse(
+            "unsupported", "optimizer", "muon", "the model has no hidden matrices", "adamw"
+        )
     return [
         Muon(
             hidden,
