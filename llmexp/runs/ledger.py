@@ -62,7 +62,6 @@ class LedgerEntry:
     overrides: list[str]
     attempts: int = 0
     rung: float | None = None  # share of its steps after which successive halving left it out
-    kind: Kind = "failed"  # of what refuses it
     refused: str | None = None  # why it cannot run, in one line; it has no folder then
     forked: bool | None = None  # its process was a fork of one that had imported (sweep.warm)
     # As `Ledger.look` found them in the run's folder; not written.
@@ -71,6 +70,7 @@ class LedgerEntry:
     ended: float | None = None
     exit_code: int | None = None
     error: str | None = None  # one line
+    kind: Kind = "failed"  # of what refuses it
 
     @property
     def name(self) -> str:

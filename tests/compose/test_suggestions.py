@@ -49,9 +49,8 @@ def test_a_value_comes_back_from_a_shell_and_hydras_parser(value):
 def test_the_example_of_each_knob_is_read():
     for key, known in fields().items():
         if known.example not in (NO_DEFAULT, None):
-            _, found, example = str(refuse(key, "x", "no", known.example)).partition(
-                "; for example "
-            )
+            text = str(refuse("wrong_type", key, "x", "no", known.example))
+            _, found, example = text.partition("; for example ")
             assert found, key
             word, *_ = shlex.split(example)
             assert PARSER.parse_override(word).key_or_group == key

@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_within_no_limit_and_comparing_nothing_proves_noth
 @pytest.mark.parametrize(
     "error",
     [
-        ConfigError("x/fp64: exit code 3: boom"),
+        ConfigError("cannot_verify", "x/fp64: exit code 3: boom"),
         DataChanged("train.npy: this token file was cut"),
         OSError(28, "No space left", "there/x"),
         KeyError("a"),
@@ -126,7 +126,7 @@ def test_no_secret_is_printed_or_recorded(proof, capsys, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     proof.append(Check(f"sha256 of /data/{SECRET}", True, SECRET, SECRET, note=f"in {SECRET}"))
     assert run(["verify", "made_up", "hydra.run.dir=a"]) == 0
-    proof[:] = [ConfigError(f"/data/{SECRET}: boom")]
+    proof[:] = [ConfigError("cannot_verify", f"/data/{SECRET}: boom")]
     assert run(["verify", "made_up", "hydra.run.dir=b"]) == 2
     assert run(["verify", "made_up", "hydra.run.dir=c", f"++data.note={SECRET}"]) == 2
     out, err = capsys.readouterr()
