@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import re
 import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmexp import features
 from llmexp.metrics.keys import ROW_KEYS
@@ -73,13 +73,6 @@ def test_the_tour_has_ten_stops_of_one_evening():
         assert length(ROOT / file, name)
 
 
-def table(title: str) -> list[list[str]]:
-    """The rows of the table below a title of the page, without its head."""
-    section = ARCHITECTURE.partition(f"\n## {title}")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
 def test_the_keys_of_a_row_are_those_of_the_table():
     page = (ROOT / "docs/semantics.md").read_text(encoding="utf-8")
     rows = page.partition("\n## Rows\n")[2].partition("\n## ")[0]
@@ -89,30 +82,16 @@ def test_the_keys_of_a_row_are_those_of_the_table():
 
 def test_the_rooms_are_those_of_the_house():
     assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tools.rooms"
-    for name in (*rooms.ROOMS[:-1], *sum(rooms.PARTS.values(), ())):
-        files = {file.stem for file in (ROOT / "llmexp" / name).glob("[!_]*.py")}
-        listed = re.findall(r"\w+", rooms.shown(name).partition("```")[2])
-        assert files <= set(listed), name
-
-
-def test_what_decides_is_there():
-    rows = table("Where it is decided")
-    named = [re.findall(r"`([\w/]+\.py):(\w+)`", " ".join(row[1:])) for row in rows]
-    assert len(rows) >= 20
-    assert all(named)
-    for file, name in itertools.chain(*named):
-        assert length(ROOT / "llmexp" / file, name)
 
 
 def test_each_private_api_is_used_and_watched_by_a_test():
-    rows = table("Private APIs")
-    for _, names, file, test in rows:
-        text = (ROOT / "llmexp" / file.strip("`")).read_text(encoding="utf-8")
-        for name in re.findall(r"`([\w.]+)`", names):
-            assert name in text, (file, name)
-        path, function = test.strip("`").split("::")
-        assert f"def {function}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), test
-    listed = {row[2].strip("`") for row in rows if "test_" in row[3]}
+    rows = yaml.safe_load((ROOT / "tests/private_apis.yaml").read_text(encoding="utf-8"))
+    for row in rows:
+        text = (ROOT / "llmexp" / row["file"]).read_text(encoding="utf-8")
+        assert not [name for name in row["names"] if name not in text], row
+        path, function = row["test"].split("::")
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), row
+    listed = {row["file"] for row in rows}
     for path in MODULES.values():
         if re.search(r"from hydra\._internal|import hydra\._internal", path.read_text("utf-8")):
             assert str(path.relative_to(ROOT / "llmexp")) in listed, path

@@ -1,4 +1,4 @@
-"""Write the rooms of docs/architecture.md, by the packages' docstrings: `python -m tools.rooms`."""
+"""Write the packages of docs/architecture.md, by their docstrings: `python -m tools.rooms`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ BEGIN, END = "<!-- rooms: python -m tools.rooms -->\n", "<!-- end of rooms -->\n
 
 
 def shown(name: str) -> str:
-    """One room: what it is for, and its files in reading order."""
+    """Return a row of the table: a package, and the first sentence of its docstring."""
     file = ROOT / "llmexp" / (f"{name}.py" if name.startswith("__") else f"{name}/__init__.py")
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    said, order, files = text.partition("In reading order:")
-    listed = f"\n\n```\n{files.strip()}\n```" if order else ""
-    return f"### `{name}`\n\n{said.strip()}{listed}\n\n"
+    first = " ".join(text.partition("\n\n")[0].split())
+    return f"| `{name}` | {first} |\n"
 
 
 def rooms() -> str:
-    """All rooms, from the ground up; folders behind the room that they are a part of."""
+    """Return the table of all packages, from the ground up; folders follow what they belong to."""
     names = [name for room in ROOMS for name in (room, *PARTS.get(room, ()))]
-    return "".join(map(shown, names))
+    return "| package | |\n|---|---|\n" + "".join(map(shown, names))
 
 
 def written(page: str) -> str:
     """Return the page with its rooms as they are now."""
     before, begin, rest = page.partition(BEGIN)
-    return before + begin + "\n" + rooms() + END + rest.partition(END)[2]
+    return before + begin + "\n" + rooms() + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ Kind = Literal[
 
 MEANING: dict[Kind, str] = {
     "unknown_key": "there is no such key, argument, flag or command",
-    "unknown_option": "the value is none of those that the key, flag or group knows",
+    "unknown_option": "the key, flag or group does not know the value",
     "unknown_file": "there is no such file or folder, or none that matches",
     "unknown_row": "no row of the runs has this figure",
     "missing_value": "a value is needed and is not given",
