@@ -73,6 +73,12 @@ def parse_proof(what: str, rest: list[str]) -> argparse.Namespace:
     if what not in PROOFS:
         text = f"there is no such proof.{nearest(what, PROOFS)} Known: {', '.join(PROOFS)}"
         raise ConfigError("unknown_option", f"verify {what}: {text}")
+    for run in filter(rundir.is_run, map(Path, rest)):
+        given = rundir.read_run(run).get("overrides") or ()
+        own = (text for text in given if not text.startswith("hydra."))
+        again = rundir.command_on(run, "verify", what, *own)
+        text = f"verify takes what a run was made of, not its folder; of this one: {again}"
+        raise ConfigError("unsupported", f"{run}: {text}")
     args = command_line.parse("verify", rest)
     if hydra_flags.asked(args):
         raise ConfigError(
@@ -111,7 +117,7 @@ def prove(proof: Proof) -> int:
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
         with warm():
-            found = module.verify(proof.config, proof.path, steps=steps, shrink=shrink)
+            found = module.verify(proof.config, proof.path, steps, shrink)
         return print_report(proof, found)
     except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise

@@ -154,9 +154,10 @@ def columns() -> int:
     return max(20, shutil.get_terminal_size((120, 24)).columns)
 
 
-def in_lines(text: str, width: int) -> str:
+def in_lines(text: str, width: int, indent: str = "") -> str:
     """Return text in lines of a width, without spaces at their ends; a longer word stays whole."""
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    how: dict[str, Any] = {"subsequent_indent": indent, "break_on_hyphens": False}
+    return textwrap.fill(text, width, break_long_words=False, **how)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:

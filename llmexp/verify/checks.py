@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from llmexp.system.text import columns, in_lines
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,11 @@ def none_differ(what: str, differing: Sequence[str], of: int, note: str = "") ->
 
     Comparing nothing is no proof.
     """
+    where = [note] * bool(note) + [f"first: {name}" for name in differing[:1]]
     shown = f"{len(differing)} of {of} differ"
-    where = f"first: {differing[0]}" if differing else ""
-    return Check(
-        what, not differing and of > 0, shown, "none", "; ".join(filter(None, (note, where)))
-    )
+    return Check(what, not differing and of > 0, shown, "none", "; ".join(where))
 
 
 def print_wrapped(text: str, indent: str = "") -> None:
-    """Print, as wide as the terminal is. Paths and name stay whole, to be copied."""
-    lines = textwrap.wrap(
-        text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    print("\n".join(lines), flush=True)
-
-
-def width() -> int:
-    return min(110, max(40, shutil.get_terminal_size((110, 20)).columns))
+    """Print, as wide as the terminal is. Paths and names stay whole, to be copied."""
+    print(in_lines(text, min(110, columns()), indent), flush=True)

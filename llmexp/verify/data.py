@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ _BLOCK_BYTES = 1 << 20  # stays in the core's cache between the hash and the sca
 WINDOWS, RANKS = 10, 4  # so many are sampled
 
 
-def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> list[Check]:
+def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[Check]:
     """Read the whole corpus of the config, which is prepared where it is not yet.
 
     Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none),
@@ -70,8 +71,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     return checks
 
 
-@dataclass(frozen=True)
-class Scanned:
+class Scanned(NamedTuple):
     """The ids of one array, read once: least, largest, first one out of range, sha256.
 
     `sha256` is of its bytes; with those before it, where it fills the rest of its file: then it is
@@ -87,8 +87,11 @@ class Scanned:
 
 def scan(shard: Shard, vocab_size: int) -> Scanned:
     """Read every id once. Raises DataChanged when the file is cut meanwhile."""
-    header = _header(shard)
-    digest = hashlib.sha256(header or b"")
+    offset, digest = getattr(shard.array, "offset", 0), hashlib.sha256()
+    whole = shard.state is not None and offset + shard.array.nbytes == shard.state[1]
+    if whole:
+        with open(shard.name, "rb") as file:
+            digest.update(file.read(offset))
     ends, first_bad = set[int](), None  # the least and the largest id of each block
     stream = TokenStream([replace(shard, ids=shard.array)])
     for start, ids in stream.blocks(_BLOCK_BYTES // shard.array.itemsize):
@@ -96,19 +99,7 @@ def scan(shard: Shard, vocab_size: int) -> Scanned:
         ends |= {low := int(ids.min()), high := int(ids.max())}
         if first_bad is None and (low < 0 or high >= vocab_size):
             first_bad = start + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-    return Scanned(min(ends), max(ends), first_bad, digest.hexdigest(), header is not None)
-
-
-def _header(shard: Shard) -> bytes | None:
-    """Return what stands before the ids in their file.
-
-    None where they do not fill the rest of it.
-    """
-    offset = getattr(shard.array, "offset", 0)
-    if shard.state is None or offset + shard.array.nbytes != shard.state[1]:
-        return None
-    with open(shard.name, "rb") as file:
-        return file.read(offset)
+    return Scanned(min(ends), max(ends), first_bad, digest.hexdigest(), whole)
 
 
 def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
@@ -119,19 +110,22 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
     # hashlib and numpy let go of the interpreter lock
     with ThreadPoolExecutor(min(8, cpu_count())) as pool:
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
-    in_range, written, sums, unknown = [], [], "", 0
+    in_range, written, sums, unknown = list[Check](), list[Check](), "", 0
     for number, (shard, found) in enumerate(zip(shards, scanned, strict=True), 1):
         name = shard.name if shard.mapped is not None else f"array {number} in memory"
-        in_range.append(_in_range(name, shard, found, vocab_size))
-        if not found.whole_file:
-            continue
-        sums += f"{found.sha256}  {Path(shard.name).absolute()}\n"
-        sha256 = noted(Path(shard.name)).get("sha256")
-        if sha256 is None:
-            unknown += 1
-            continue
-        what, same = f"sha256 of {shard.name} as it was written", found.sha256 == sha256
-        written.append(Check(what, same, found.sha256[:16], sha256[:16]))
+        figure = f"{len(shard.array):,} ids from {found.smallest} to {found.largest}"
+        note = f"sha256 {found.sha256}"
+        if (bad := found.first_bad) is not None:
+            note = f"id {int(shard.array[bad])} at position {bad:,} is the first; {note}"
+        what, limit = f"token ids of {name} in range", f"0 to {vocab_size - 1}"
+        in_range.append(Check(what, bad is None, figure, limit, note))
+        if found.whole_file:
+            sums += f"{found.sha256}  {Path(shard.name).absolute()}\n"
+            sha256 = noted(Path(shard.name)).get("sha256")
+            unknown += sha256 is None
+            if sha256 is not None:
+                what, same = f"sha256 of {shard.name} as it was written", found.sha256 == sha256
+                written.append(Check(what, same, found.sha256[:16], sha256[:16]))
     if sums:
         fileio.write_whole(path / SUMS, redacted(sums))
     checks = _few(in_range, "token ids of all others in range")
@@ -142,22 +136,12 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
     return checks
 
 
-def _in_range(name: str, shard: Shard, found: Scanned, vocab_size: int) -> Check:
-    figure = f"{len(shard.array):,} ids from {found.smallest} to {found.largest}"
-    note = f"sha256 {found.sha256}"
-    if (bad := found.first_bad) is not None:
-        note = f"id {int(shard.array[bad])} at position {bad:,} is the first; {note}"
-    what, limit = f"token ids of {name} in range", f"0 to {vocab_size - 1}"
-    return Check(what, found.first_bad is None, figure, limit, note)
-
-
 def _few(checks: list[Check], others: str) -> list[Check]:
     """Return the checks, or where they are many those that fail and one for the rest."""
-    if len(checks) <= _SHOWN:
-        return checks
     failed = [c for c in checks if not c.passed]
-    passed = len(checks) - len(failed)
-    return [*failed, Check(others, True, passed)] if passed else failed
+    if len(checks) <= _SHOWN or len(failed) == len(checks):
+        return checks
+    return [*failed, Check(others, True, len(checks) - len(failed))]
 
 
 def check_order(parts: Parts) -> list[Check]:
@@ -193,24 +177,28 @@ def check_order(parts: Parts) -> list[Check]:
     return [*checks, none_differ(what, differing, looked, "sampled, the last one among them")]
 
 
-def _numbers(count: int) -> Iterator[np.ndarray]:
-    """Yield the numbers of so many sequences, some at a time."""
+def _visits(
+    count: int, n: int, places: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, int]:
+    """Return how often each of n sequences is visited, and how many visits are of none of them.
+
+    `places` gives those of some of `count` numbers.
+    """
+    visits, outside = np.zeros(n, dtype=np.int64), 0
     for start in range(0, count, 1 << 18):
-        yield np.arange(start, min(count, start + (1 << 18)))
+        index = places(np.arange(start, min(count, start + (1 << 18))))
+        inside = index[(index >= 0) & (index < n)]
+        outside += len(index) - len(inside)
+        visits += np.bincount(inside, minlength=n)
+    return visits, outside
 
 
 def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
-    seen = np.zeros(n, dtype=np.bool_)
-    outside = 0
-    for k in _numbers(n):
-        index = sequence_index(seed, epoch * n + k, n, shuffle)
-        inside = (index >= 0) & (index < n)
-        outside += int((~inside).sum())
-        seen[index[inside]] = True
-    visited = int(seen.sum())  # n visits in all: that each was visited says that none was twice
+    visits, outside = _visits(n, n, lambda k: sequence_index(seed, epoch * n + k, n, shuffle))
+    visited = int((visits > 0).sum())  # n visits in all: so none was twice, if each was
     note = f"train.seed={seed}"
     if visited < n:
-        note += f"; sequence {int(np.flatnonzero(~seen)[0]):,} is the first that is missing"
+        note += f"; sequence {int(visits.argmin()):,} is the first that is missing"
     if outside:
         note += f"; {outside:,} outside the corpus"
     what = f"sequences that epoch {epoch} visits, each once"
@@ -224,21 +212,21 @@ def mixes(order: Sampler, name: str) -> Check:
     """
     assert order.mixed is not None
     sizes, length = order.mixed.tokens, order.sequence_length
-    before = list(itertools.takewhile(lambda other: other != name, sizes))
-    first = sum(sizes[other] for other in before)
+    first = sum(sizes[other] for other in itertools.takewhile(lambda other: other != name, sizes))
     n = order.mixed.sequences(length)[name]
-    visits = np.zeros(n, dtype=np.int64)
-    outside = 0
-    for k in _numbers(order.total_sequences):
+
+    def places(k: np.ndarray) -> np.ndarray:
         at = order.starts(k) - first
-        mine = at[(at >= 0) & (at < sizes[name])]
-        outside += int((mine % length != 0).sum())
-        visits += np.bincount(mine // length, minlength=n)[:n]
+        at = at[(at >= 0) & (at < sizes[name])]
+        return np.where(at % length, -1, at // length)
+
+    visits, outside = _visits(order.total_sequences, n, places)
     wanted, _ = order.mixed.shares(order.total_sequences, length)[name]
-    total, uneven = int(visits.sum()), int(visits.max() - visits.min())
+    total = int(visits.sum())
     what = f"sequences of the source {name}, none twice in an epoch"
-    passed = total == wanted and uneven <= 1 and not outside
-    return Check(what, passed, total, wanted, f"train.seed={order.seed}; {n:,} in the source")
+    passed = total == wanted and np.ptp(visits) <= 1 and not outside
+    note = f"train.seed={order.seed}; {n:,} in the source"
+    return Check(what, bool(passed), total, wanted, note)
 
 
 def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
@@ -249,18 +237,16 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     (window,) = read_windows(order, cut, step, step + 1)
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
     first = order.offset + step * order.real_batch_size + cut.dp_rank * per_rank
-    last = max(first, min(first + per_rank, order.total_sequences))
-    starts = starts_of(order, np.arange(first, last))
+    starts = starts_of(order, np.arange(first, min(first + per_rank, order.total_sequences)))
     tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))
     if len(tokens) < len(starts):
         return f"{len(tokens)} rows, not {len(starts)}"
     valid = 0
     for row, start in enumerate(starts):
         ids = order.stream.read(start, length + 1)
-        wanted = ids[1:]
-        labels = order.stream.hidden(np.array([start]), order.sequence_length + 1)
-        if (hidden := order.mask.at(ids, None if labels is None else labels[0])) is not None:
-            wanted = np.where(hidden, IGNORE_INDEX, wanted)
+        labels = order.stream.hidden(np.array([start]), length + 1)
+        hidden = order.mask.at(ids, None if labels is None else labels[0])
+        wanted = ids[1:] if hidden is None else np.where(hidden, IGNORE_INDEX, ids[1:])
         if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):
             return f"row {row} is not sequence {first + row:,} of the run"
         valid += int((wanted != IGNORE_INDEX).sum())

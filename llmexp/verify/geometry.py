@@ -7,10 +7,8 @@ plain torch and float64, in float64 and in the config's own precision.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +45,12 @@ from llmexp.verify.runs import (
     trial,
     window_sizes,
 )
-from llmexp.verify.tolerance import (
-    FLOOR,
-    MARGIN,
-    NO_FLOOR,
-    Off,
-    checks_of_run,
-    off_from,
-    tolerance_of,
-)
+from llmexp.verify.tolerance import EXACT, checks_of_runs, trained_of
 
 _STEPS = 4
 # of the run that accumulates most: with one sequence each a large batch would take for ever
 MOST_MICRO_BATCHES = 64
-
-
-@dataclass(frozen=True)
-class WindowCut:
-    """One way to compute the same windows."""
-
-    name: str
-    micro_batch_size: int
-    parallelism: dict[str, Any]
-
+Cuts = dict[str, tuple[int, dict[str, Any]]]  # by name: the size of a micro-batch, the parallelism
 
 ONE_RANK = {
     "kind": "single", "nproc_per_node": 1, "nnodes": 1,
@@ -94,7 +75,6 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     real = real_batch(shared)  # of all stages, where there is a ramp
     sizes = window_sizes(own.config.batch, steps, real // shared)
     tail = sizes[-1] // 2 - 1  # so the second half of the ranks has no rows in it
-    length = own.run.sequence_length
     planned = one_batch_plan(config, sizes, real, tail)
     parts = assemble(in_precision(planned, "fp64", own.precision))
     windows = windows_in_order(parts, [*sizes[:-1], tail])
@@ -104,36 +84,32 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     refuse_random(parts, windows[0][:1, :-1])
 
     cuts, left_out = cuts_of(own, real, sizes)
-    kinds = ["fp64", *({own.precision} - {"fp64"})]
-    for kind in kinds:
-        for cut in cuts:
-            print(f"{kind}, {cut.name}", flush=True)
-            batch = {"micro_batch_size": cut.micro_batch_size, "gradient_accumulation_steps": None}
-            run = in_precision(planned, kind, own.precision)
-            run = with_knobs(run, batch=batch, parallelism=cut.parallelism)
-            train_folder(_run_folder(path, kind, cut), run)
-
-    start = read_parameters(parts, _run_folder(path, "fp64", cuts[0]), 0)
+    kinds = dict.fromkeys(("fp64", own.precision))
+    folders = {
+        (kind, name): path / f"{kind}-{name.partition(' (')[0].replace(' ', '_')}"
+        for kind in kinds
+        for name in cuts
+    }
+    for (kind, name), folder in folders.items():
+        print(f"{kind}, {name}", flush=True)
+        batch = {"micro_batch_size": cuts[name][0], "gradient_accumulation_steps": None}
+        run = in_precision(planned, kind, own.precision)
+        train_folder(folder, with_knobs(run, batch=batch, parallelism=cuts[name][1]))
+    start = read_parameters(parts, next(iter(folders.values())), 0)
 
     def reference(off: Roundoff | None = None) -> Followed:
-        return train_plainly(parts, model_at(parts, start), windows, ignore_id, off)
+        model = parts.new_model()
+        model.load_state_dict(start.state_dict())
+        return train_plainly(parts, model.to(parts.device), windows, ignore_id, off)
 
     print("the reference", flush=True)
     want = reference()
-    trained = [name for name, p in start.named_parameters() if p.requires_grad]
     for kind in kinds:
-        found = [run_beside(parts, _run_folder(path, kind, cut), start, want) for cut in cuts]
-        limits = FLOOR
-        if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
-            rounding = errors(kind, max(sizes) * length)
-            print_wrapped(
-                f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference"
-            )
-            limits = tolerance_of(
-                reference, want, start, rounding, FLOOR if kind == "fp64" else NO_FLOOR
-            )
-        for cut, off in zip(cuts, found, strict=True):
-            checks += checks_of_run(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
+        runs = {
+            f"{kind}, {name}": run_beside(parts, folders[kind, name], start, want) for name in cuts
+        }
+        rounding = errors(kind, max(sizes) * parts.run.sequence_length)
+        checks += checks_of_runs(kind, runs, want, start, reference, rounding)
     return checks + left_out
 
 
@@ -167,10 +143,6 @@ def in_precision(config: Config, kind: str, own: str) -> Config:
     return with_knobs(config, precision={"kind": kind}, train={"compile": compiled})
 
 
-def _run_folder(path: Path, kind: str, cut: WindowCut) -> Path:
-    return path / f"{kind}-{cut.name.partition(' (')[0].replace(' ', '_')}"
-
-
 def real_batch(own: int) -> int:
     """Return the smallest multiple of the config's batch that two ranks share and leave a tail of.
 
@@ -179,40 +151,39 @@ def real_batch(own: int) -> int:
     return next(own * k for k in range(1, 5) if own * k >= 4 and own * k % 2 == 0)
 
 
-def cuts_of(own: Parts, real: int, sizes: Sequence[int]) -> tuple[list[WindowCut], list[Check]]:
+def cuts_of(own: Parts, real: int, sizes: Sequence[int]) -> tuple[Cuts, list[Check]]:
     """Return the cuts to compare, and checks that say which cannot be made here.
 
     `sizes`: of the steps, all multiples of `real`.
     """
     run, layout = own.run, own.run.layout
 
-    def steps_of(micro: int, ranks: int = 1) -> str:
-        counts = sorted({size // (micro * ranks) for size in sizes})
-        return f"{micro} x {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+    def named(name: str, micro: int, ranks: int = 1, over: str = "") -> str:
+        counts = dict.fromkeys(size // (micro * ranks) for size in (min(sizes), max(sizes)))
+        return f"{name} ({micro} x {' to '.join(map(str, counts))}{over})"
 
     smallest = next(
         m for m in range(1, real + 1) if real % m == 0 and max(sizes) // m <= MOST_MICRO_BATCHES
     )
-    cuts = [
-        WindowCut(f"one batch ({steps_of(real)})", real, ONE_RANK),
-        WindowCut(f"accumulation ({steps_of(smallest)})", smallest, ONE_RANK),
-    ]
+    cuts: Cuts = {
+        named("one batch", real): (real, ONE_RANK),
+        named("accumulation", smallest): (smallest, ONE_RANK),
+    }
     left_out: list[Check] = []
-    micro, kind, dp = run.micro_batch_size, own.config.parallelism.kind, run.dp_size
+    micro, kind = run.micro_batch_size, own.config.parallelism.kind
     if layout.nnodes > 1:
         text = f"the config's own {layout.nnodes} hosts cannot be started from here"
         left_out.append(Check(f"{kind} over {run.world_size} ranks", None, note=text))
     elif run.world_size > 1 or micro not in (smallest, real):
-        ranks = f" x {run.world_size} ranks, {kind}" if run.world_size > 1 else ""
         shared = {key: getattr(own.config.parallelism, key) for key in ONE_RANK}
-        cuts.append(WindowCut(f"own cut ({steps_of(micro, dp)}{ranks})", micro, shared))
+        several = f" x {run.world_size} ranks, {kind}" * (run.world_size > 1)
+        cuts[named("own cut", micro, run.dp_size, several)] = micro, shared
     half = real // 4 if real % 4 == 0 else real // 2
     if own.device.type == "cuda" and torch.cuda.device_count() < 2:
         text = "there is one CUDA device; train.device=cpu shows it on a CPU"
         left_out.append(Check("two ranks", None, note=text))
     elif (kind, layout.nproc_per_node, layout.nnodes) != ("ddp", 2, 1):
-        name = f"two ranks ({steps_of(half, 2)} x 2 ranks, ddp)"
-        cuts.append(WindowCut(name, half, TWO_RANKS))
+        cuts[named("two ranks", half, 2, " x 2 ranks, ddp")] = half, TWO_RANKS
     return cuts, left_out
 
 
@@ -287,31 +258,23 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
     return model
 
 
-def model_at(parts: Parts, start: nn.Module) -> nn.Module:
-    """Return another such model with the same tensors, to be trained on the run's device."""
-    model = parts.new_model()
-    model.load_state_dict(start.state_dict())
-    return model.to(parts.device)
-
-
-def run_beside(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
-    """Return one run beside the reference."""
-    steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in read_run_rows(path)}
-
-    def column(key: str) -> list[Any]:
-        return [found.get(step, {}).get(key) for step in steps]
-
-    differing = [f"step {step} is not planned" for step in sorted(found.keys() - set(steps))]
-    differing += [f"step {step} is missing" for step in steps if step not in found]
-    for key, wanted in (("target_tokens", want.counts), ("lr", want.rates)):
-        for step, has, should in zip(steps, column(key), wanted, strict=True):
+def run_beside(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Followed:
+    """Return what a run has left of that, and what has to be the same and is not."""
+    last, rows = len(want.rows["lr"]), {row["step"]: row for row in read_run_rows(path)}
+    steps = range(1, last + 1)
+    run = Followed({k: [rows.get(step, {}).get(k) for step in steps] for k in want.rows})
+    run.differing += [f"step {step} is not planned" for step in sorted({*rows} - {*steps})]
+    run.differing += [f"step {step} is missing" for step in steps if step not in rows]
+    for key in EXACT:
+        for step, has, should in zip(steps, run.rows[key], want.rows[key], strict=True):
             if has is None or not math.isclose(has, should, rel_tol=1e-14):
-                differing.append(f"{key} of step {step}: {has} for {should}")
+                run.differing.append(f"{key} of step {step}: {has} for {should}")
     first = dict(read_parameters(parts, path, 0).named_parameters())
-    for name, p in start.named_parameters():
-        if p.requires_grad and not torch.equal(p, first[name]):
-            differing.append(f"first value of {name}")
-    run = Followed(column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"))
-    if checkpoint_folder(path / rundir.CHECKPOINTS, len(want.counts)).is_dir():
-        run.end = dict(read_parameters(parts, path, len(want.counts)).named_parameters())
-    return dataclasses.replace(off_from(want, run, start), differing=tuple(differing))
+    run.differing += [
+        f"first value of {name}"
+        for name, p in trained_of(start).items()
+        if not torch.equal(p, first[name])
+    ]
+    if checkpoint_folder(path / rundir.CHECKPOINTS, last).is_dir():
+        run.end = dict(read_parameters(parts, path, last).named_parameters())
+    return run

@@ -1,87 +1,103 @@
-"""Two recorded runs, compared bit by bit."""
+"""Compare what two runs have left, bit by bit: texts by name, a column at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from torch import Tensor
+
+from llmexp.checkpoint import loading
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.metrics.keys import TIMINGS
+from llmexp.runs import rundir
+from llmexp.runs.steps import STEPS_BIN
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ
 
-_Found = tuple[list[str], int]  # what differs, of how many
+Texts = dict[str, str]
+TextColumn = tuple[Any, ...]  # what it is; from where: a method of `Remains`, with what it is given
+EACH = "after each step, each rank"
+ROWS: TextColumn = ("metrics rows, but for times and memory", ("rows",))
 
 
-@dataclass(frozen=True)
-class RunPair:
-    """The records of two runs, and their rows."""
+class Remains:
+    """What a recorded run has left. Raises ConfigError for what is damaged."""
 
-    records: tuple[record.Records, record.Records]
-    rows: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.read_rows, self.records = runs.read_run_rows(path), record.read_records(path)
 
-    @classmethod
-    def of(cls, first: Path, second: Path) -> RunPair:
-        return cls(
-            (record.read_records(first), record.read_records(second)),
-            (runs.read_run_rows(first), runs.read_run_rows(second)),
-        )
+    def rows(self, *keys: str) -> Texts:
+        """Return figures of the rows by step: these `keys`, or all that say nothing of a machine.
 
-    def steps(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
-        """Yield (step, rank, record of the one run, record of the other), step by step.
-
-        A record is empty where there is none.
+        The digits of a float give it back exactly.
         """
-        a, b = self.records
-        keys = {
-            (step, rank) for side in (a, b) for rank, by_step in side.items() for step in by_step
+        return {
+            f"step {row['step']}, {key}": repr(value)
+            for row in self.read_rows
+            for key, value in row.items()
+            if (key in keys if keys else key not in TIMINGS)
         }
-        for step, rank in sorted(keys):
-            yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
 
-    def differences(self, part: str) -> _Found:
-        """Return the recorded entries of a part, such as "parameters", that differ.
+    def steps(self, part: str) -> Texts:
+        """Return the recorded digests of a part, such as "parameters", the earliest first."""
+        ranks = sorted(self.records)
+        return {
+            f"step {step}, rank {rank}, {name}": digest
+            for step in sorted({step for by_step in self.records.values() for step in by_step})
+            for rank in ranks
+            for name, digest in self.records[rank].get(step, {}).get(part, {}).items()
+        }
 
-        The earliest comes first; the number is that of all that were compared.
-        """
-        differing, count = [], 0
-        for step, rank, one, other in self.steps():
-            names, of = unequal(one.get(part, {}), other.get(part, {}))
-            count += of
-            differing += [f"step {step}, rank {rank}, {name}" for name in names]
-        return differing, count
+    @cached_property
+    def loaded(self) -> loading.Loaded:
+        """Return the last checkpoint."""
+        return loading.read_checkpoint(checkpoint_folders(self.path / rundir.CHECKPOINTS)[-1])
 
-    def columns(self, *keys: str) -> _Found:
-        """Return the figures that differ between the rows, by step.
+    def tensors(self, kind: str) -> Texts:
+        """Return digests of tensors of the last checkpoint; of a split one for each piece."""
+        found = {}
+        for name, boxes in self.loaded.tensors.get(kind, {}).items():
+            for box in boxes:
+                with safe_open(box.file, framework="pt") as file:
+                    where = f" from {box.offset}" if len(boxes) > 1 else ""
+                    found[f"{name}{where}"] = record.digest(file.get_tensor(name))
+        return found
 
-        They are these `keys`, or all but those that say something about the machine.
-        """
-        first, second = (_figures(rows, keys) for rows in self.rows)
-        return unequal(first, second)
+    def state(self, *parts: str) -> Texts:
+        """Return the values of parts of the last checkpoint's state by dotted name."""
+        return _leaves({part: self.loaded.state.get(part) for part in parts})
 
-    def recorded(self, what: str, part: str) -> Check:
-        return none_differ(what, *self.differences(part))
-
-    def figures(self, what: str, *keys: str) -> Check:
-        return none_differ(what, *self.columns(*keys))
+    def step_file(self) -> Texts:
+        """Return the bytes of steps.bin."""
+        file = self.path / STEPS_BIN
+        return {STEPS_BIN: file.read_bytes().hex() if file.exists() else ""}
 
 
-def _figures(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for row in rows:
-        for key, value in row.items():
-            if key in keys if keys else key not in TIMINGS:
-                # The digits of a float give it back exactly.
-                found[f"step {row['step']}, {key}"] = repr(value)
+def same_bits(columns: Sequence[TextColumn], a: Remains, b: Remains) -> list[Check]:
+    """Check that each column is the same in both, also that none is in only one of them."""
+    checks = []
+    for what, *sources in columns:
+        one, other = (
+            {k: v for how, *given in sources for k, v in getattr(run, how)(*given).items()}
+            for run in (a, b)
+        )
+        names = list(dict.fromkeys([*one, *other]))
+        differing = [name for name in names if one.get(name) != other.get(name)]
+        checks.append(none_differ(what, differing, len(names)))
+    return checks
+
+
+def _leaves(tree: Any, prefix: str = "") -> Texts:
+    """Return the values of nested containers as texts by dotted name; tensors as digests."""
+    if not isinstance(tree, dict | list | tuple):
+        text = record.digest(tree) if isinstance(tree, Tensor) else repr(tree)
+        return {prefix.removeprefix("."): text}
+    found: Texts = {}
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        found |= _leaves(value, f"{prefix}.{name}")
     return found
-
-
-def unequal(a: dict[Any, str], b: dict[Any, str]) -> tuple[list[Any], int]:
-    """Return the keys with values that differ, or that only one of them has, of how many."""
-    keys = list(dict.fromkeys([*a, *b]))
-    return [key for key in keys if a.get(key) != b.get(key)], len(keys)
-
-
-def joined(*found: _Found) -> _Found:
-    return [name for names, _ in found for name in names], sum(count for _, count in found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -39,18 +38,15 @@ PASS_TOKENS = 1024
 
 @dataclass
 class Followed:
-    """The record that a run should leave, step by step.
+    """What a run should leave: figures of its rows, a list each of a figure a step, and its end.
 
     A step without a valid target has no loss and no norm.
     """
 
-    losses: list[float | None] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    norms_post_clip: list[float | None] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    rows: dict[str, list[Any]]
     # parameters after the last step, float64, on the CPU
     end: dict[str, Tensor] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)  # what of a run has to be the same
 
 
 def windows_in_order(parts: Parts, sizes: Sequence[int]) -> list[Tensor]:
@@ -61,9 +57,7 @@ def windows_in_order(parts: Parts, sizes: Sequence[int]) -> list[Tensor]:
     order = sampler_of(parts)
     starts = starts_of(order, np.arange(sum(sizes)))
     ids = [order.stream.read(start, order.sequence_length + 1) for start in starts]
-    rows = list(map(torch.from_numpy, ids))
-    left = iter(rows)
-    return [torch.stack(list(itertools.islice(left, size))) for size in sizes]
+    return list(torch.from_numpy(np.stack(ids)).split(list(sizes)))
 
 
 def starts_of(order: Sampler, k: np.ndarray) -> list[int]:
@@ -107,8 +101,8 @@ def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
     with torch.no_grad():
         for seed in (1, 2):
             torch.manual_seed(seed)
-            found.append(logits_of(model, tokens))
-    return not torch.equal(*(logits.nan_to_num() for logits in found))
+            found.append(logits_of(model, tokens).nan_to_num())
+    return not torch.equal(*found)
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,8 @@ def train_plainly(
     passes. Norm, clipping, rate and the skipping of a window without targets are as
     docs/semantics.md has them.
     """
-    found, update = Followed(), 0
+    keys = ("target_tokens", "lr", "train/loss", "grad_norm", "grad_norm_post_clip")
+    found, update = Followed({key: [] for key in keys}), 0
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers, clipping = parts.build_optimizers(model), Clipping(parts.config.clip, model)
@@ -224,33 +219,28 @@ def train_plainly(
         rows = rows.to(device)
         targets = targets_of(rows, ignore_id, parts.document_end)
         count = int((targets != -100).sum())
-        factor = parts.rate_factor(update) * parts.run.stage_at(step).rate
-        found.rates.append(set_rate(optimizers, factor))
-        found.counts.append(count)
-        if not count:
-            for figures in (found.losses, found.norms, found.norms_post_clip):
-                figures.append(None)
-            continue
-        exact = [p.detach().clone() for p in parameters]
-        if off is not None:  # a matmul is given rounded weights, the same in all passes of a window
-            for p in parameters:
-                off.disturb(p.detach(), off.sizes.operand)
-        found.losses.append(_backward(model, parameters, rows, targets, count, off))
-        for p, value in zip(parameters, exact, strict=True):
-            p.detach().copy_(value)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        error = 0.0 if off is None else off.of_norm(gradients)
-        before, after = clipping.clip(error)
-        found.norms.append(before)
-        found.norms_post_clip.append(after)
-        with in_update or contextlib.nullcontext():
-            for optimizer in optimizers:
-                optimizer.step()
-        clipping.limit_updates(optimizers, exact)
-        if in_update is not None:
-            for p in parameters:
-                in_update.disturb(p.detach(), in_update.sizes.unit)
-        update += 1
+        rate = set_rate(optimizers, parts.rate_factor(update) * parts.run.stage_at(step).rate)
+        figures: tuple[Any, ...] = (None, None, None)
+        if count:
+            exact = [p.detach().clone() for p in parameters]
+            if off is not None:  # a matmul is given rounded weights, the same in all passes
+                for p in parameters:
+                    off.disturb(p.detach(), off.sizes.operand)
+            loss = _backward(model, parameters, rows, targets, count, off)
+            for p, value in zip(parameters, exact, strict=True):
+                p.detach().copy_(value)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            figures = loss, *clipping.clip(0.0 if off is None else off.of_norm(gradients))
+            with in_update or contextlib.nullcontext():
+                for optimizer in optimizers:
+                    optimizer.step()
+            clipping.limit_updates(optimizers, exact)
+            if in_update is not None:
+                for p in parameters:
+                    in_update.disturb(p.detach(), in_update.sizes.unit)
+            update += 1
+        for column, value in zip(found.rows.values(), (count, rate, *figures), strict=True):
+            column.append(value)
     with faces.evaluating(optimizers, model):  # as checkpoints have them
         found.end = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return found

@@ -116,42 +116,38 @@ def verdict(
     """
     start, here, begin = found["start"], found["here"], found["from"]
     window = infinite(start["window"][1])
-    there = [norm for _, norm in start["others"]] or [window]
-    usual = statistics.median(norms if len(norms) >= FEWEST else there)
-    if not (usual > 0 and statistics.median(there) > 0):
+    median = statistics.median([norm for _, norm in start["others"]] or [window])
+    usual = statistics.median(norms) if len(norms) >= FEWEST else median
+    figures: dict[str, Any] = {"usual_norm": usual}
+    if not (usual > 0 and median > 0):
         text = f"step {step:,} cannot be judged: the windows near it have gradients of norm 0."
-        return {"cause": None, "usual_norm": usual, "sentence": text}
+        return {"cause": None, **figures, "sentence": text}
     if "grad_norm" not in here:
-        return {"cause": None, "usual_norm": usual, "sentence": skipped(step, found, usual)}
-    times_here = infinite(here["grad_norm"]) / usual
-    times_there = window / statistics.median(there)
+        later = [norm / usual for _, _, norm in found["later"]]
+        went = "no step follows"
+        if later:
+            went = f"the next {len(later)} steps come to {max(later):.3g} times the usual "
+            went += f"gradient norm, at step {found['later'][later.index(max(later))][0]:,}"
+        text = f"without the window of step {step:,}: {went}."
+        return {"cause": None, **figures, "sentence": text}
+    times, times_there = infinite(here["grad_norm"]) / usual, window / median
     known, odd, far = by_loss(step, found, losses, saved)
-    rise, rise_there = known.get("rise_here", 0.0), known.get("rise_there", 0.0)
-    figures: dict[str, Any] = {"usual_norm": usual, "times_here": times_here}
-    figures |= {"times_there": times_there, **known}
-    spike = not times_here < UNUSUAL
+    rise, rise_there = (known[k] if odd else None for k in ("rise_here", "rise_there"))
     # no number is near one that is not finite
-    least = math.sqrt(times_here) if math.isfinite(times_here) else UNUSUAL
-    figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
-    count = f"these {len(here['sequences'])} sequences"
-    norm = f"step {step} has {times_here:.3g} times the usual gradient norm"
-    loss = f"{norm}, {'and' if spike else 'but'} a loss that is {rise:.3g} above the usual one"
+    least = math.sqrt(times) if math.isfinite(times) else UNUSUAL
+    cause, spike = "state", not times < UNUSUAL
     if not spike and not odd:
-        return figures | {"cause": "none", "sentence": f"no spike: {norm}."}
-    if spike and times_there > least:
+        cause = "none"
+    elif (spike and times_there > least) or (odd and known["rise_there"] > known["rise_here"] / 2):
         cause = "data"
-        text = f"{count} give {times(times_there)} with the weights of step {begin:,}, too"
-        text += f" ({times(times_here)} at step {step:,})"
-    elif odd and rise_there > rise / 2:
-        cause, text = "data", f"{loss}; with the weights of step {begin:,} that of {count} is"
-        text += f" {rise_there:.3g} above that of others, too"
     elif far:
-        return figures | {"cause": None, "sentence": f"cannot tell: {far}."}
-    else:
-        cause, text = "state", f"with the weights of step {begin:,} the same window is ordinary"
-        ratios = f" ({times(times_there)}; {times(times_here)} at step {step:,})"
-        text = f"{text}{ratios}" if spike else f"{loss}; {text} ({rise_there:+.3g})"
-    return figures | {"cause": cause, "sentence": f"the {cause}: {text}."}
+        cause = ""
+    named = {"none": "no spike", "": "cannot tell"}.get(cause, f"the {cause}")
+    text = f"{named}: step {step:,} has {_sizes(times, rise)}; with the weights of step {begin:,} "
+    text += f"its window has {_sizes(times_there, rise_there)}"
+    figures |= {"times_here": times, "times_there": times_there, **known}
+    figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+    return figures | {"cause": cause or None, "sentence": f"{text}{'' if cause else far}."}
 
 
 def by_loss(
@@ -177,14 +173,11 @@ def by_loss(
     rise, rise_there = here["loss"] - usual, infinite(start["window"][0]) - median
     figures = {"usual_loss": usual, "rise_here": rise, "rise_there": rise_there}
     unusual, gap = UNUSUAL_LOSS * max(spread, LEAST_SPREAD * usual), median - usual
-    text = f"with the weights of step {begin:,} the loss of "
-    if rise_there > UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median):
-        text += f"the same window is {rise_there:.3g} above that of others"
-        text += f" ({rise:.3g} at step {step:,})"
-    elif begin < step - 1 - BEFORE_LOSS and gap > max(rise / 2, unusual):
-        text += f"any window is {gap:.3g} above the usual one, so that none stands out"
-    else:
-        return figures, rise > unusual, ""
+    text = "; that is too little for the data, and unusual"
+    if rise_there <= UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median):
+        if begin >= step - 1 - BEFORE_LOSS or gap <= max(rise / 2, unusual):
+            return figures, rise > unusual, ""
+        text = f"; there any window's loss is {gap:.3g} above the usual one, so none stands out"
     nearer = [s for s in saved if begin < s < step][-1:] or [s for s in saved if s >= step][:1]
     way = "no nearer one is kept: a run with a smaller checkpoint.every has them"
     if nearer:
@@ -196,22 +189,11 @@ def infinite(figure: float | None) -> float:
     return math.inf if figure is None else figure
 
 
-def times(value: float) -> str:
-    if not math.isfinite(value):
-        return "a gradient that is not finite"
-    return f"{value:.3g} times the usual norm"
-
-
-def skipped(step: int, found: dict[str, Any], usual: float) -> str:
-    """Return what became of the run without the window of a step."""
-    if not found["later"]:
-        return f"without the window of step {step:,}: no step follows."
-    largest, at = max((norm, later) for later, _, norm in found["later"])
-    count = len(found["later"])
-    text = f"without the window of step {step:,} the gradient norm of the next {count} steps"
-    if largest < UNUSUAL * usual:
-        return f"{text} stays within {largest / usual:.3g} times the usual one."
-    return f"{text} comes to {largest / usual:.3g} times the usual one, at step {at:,}."
+def _sizes(times: float, rise: float | None) -> str:
+    """Return a gradient norm in usual ones, and how far a loss is above the usual one."""
+    text = f"{times:.3g} times the usual gradient norm"
+    text = text if math.isfinite(times) else "a gradient that is not finite"
+    return text if rise is None else f"{text} and a loss {rise:+.3g} beside the usual one"
 
 
 def _worker(wanted: ReplayOf, begin: int, *, only_look: bool) -> dict[str, Any]:

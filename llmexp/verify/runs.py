@@ -37,16 +37,13 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps`
     is given by train={"max_tokens": ..., "max_steps": None}.
     """
-    knobs: dict[str, dict[str, Any]] = {
-        "train": {
-            **NO_BUDGET, "max_steps": steps, "log_every": 1,
-        },
-        "checkpoint": {"keep": None, "save_initial": True},
-    }  # fmt: skip
+    budget = {**NO_BUDGET, "max_steps": steps, "log_every": 1}
+    saves = {"keep": None, "save_initial": True}
+    short = with_knobs(quiet(config), train=budget, checkpoint=saves)
     if config.batch.ramp is not None:
         sizes = window_sizes(config.batch, steps)
-        knobs["batch"] = ramp_over(sizes, config.batch.sequence_length)
-    return with_knobs(of_features(with_knobs(quiet(config), **knobs), "trial"), **sections)
+        short = with_knobs(short, batch=ramp_over(sizes, config.batch.sequence_length))
+    return with_knobs(of_features(short, "trial"), **sections)
 
 
 def of_features(config: Config, name: str, *given: Any) -> Config:
@@ -58,17 +55,12 @@ def of_features(config: Config, name: str, *given: Any) -> Config:
 
 def quiet(config: Config) -> Config:
     """Return the config without what comes between and beside the steps, which stay as they are."""
-    knobs: dict[str, dict[str, Any]] = {
-        "train": {
-            "stop_step": None, "eval_every": None, "eval_every_tokens": None,
-        },
-        "checkpoint": {
-            "every": None, "every_minutes": None, "keep_every": None, "resume": "auto",
-        },
-    }  # fmt: skip
+    train = dict.fromkeys(("stop_step", "eval_every", "eval_every_tokens"))
+    saves = dict.fromkeys(("every", "every_minutes", "keep_every")) | {"resume": "auto"}
+    config = with_knobs(config, train=train, checkpoint=saves)
     for part in features.parts("settings"):
-        knobs.setdefault(part.SECTION, {}).update(getattr(part, "OFF", {}))
-    return with_knobs(config, **knobs)
+        config = with_knobs(config, **{part.SECTION: getattr(part, "OFF", {})})
+    return config
 
 
 def refuse_hosts(config: Config, what: str) -> None:
@@ -107,11 +99,10 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
     Raises ConfigError for several hosts.
     """
     refuse_hosts(config, "a verification")
-    if shrink:
-        config = shrunk(config)
+    config = shrunk(config) if shrink else config
     most = EVAL_SEQUENCES * config.batch.sequence_length
-    short = {"train": {"eval_tokens": min(config.train.eval_tokens or most, most)}}
-    return record.with_recorder(trial(config, steps, **short, **sections))
+    train = {"eval_tokens": min(config.train.eval_tokens or most, most)}
+    return record.with_recorder(trial(config, steps, train=train, **sections))
 
 
 def shrunk(config: Config) -> Config:
@@ -121,17 +112,18 @@ def shrunk(config: Config) -> Config:
     Widths, vocabulary, data and everything else stay: what is proven is still this config's
     arithmetic.
     """
-    layers = {key: n for key, n in config.model.items() if key in LAYER_KNOBS}
-    model = {key: min(2, n) for key, n in layers.items() if isinstance(n, int)}
-    batch: dict[str, Any] = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
-    batch |= {"real_batch_size": None, "tokens_per_step": None}
-    if config.batch.ramp is not None:
+    layers = {key: n for key in LAYER_KNOBS if isinstance(n := config.model.get(key), int)}
+    model = {key: min(2, n) for key, n in layers.items()}
+    length = min(64, config.batch.sequence_length)
+    batch: dict[str, Any] = {"real_batch_size": None, "tokens_per_step": None}
+    cut = dict.fromkeys(("micro_batch_size", "gradient_accumulation_steps"))
+    if config.batch.ramp is None:
+        cut = dict.fromkeys(cut, 2)
+    else:
         ramp, shared = ramp_sizes(config.batch.ramp), shared_sequences(config.batch)
         less = shared // 8 if shared % 8 == 0 else 1  # which 1, 2, 4 or 8 ranks share
-        batch |= {"micro_batch_size": None, "gradient_accumulation_steps": None}
         batch["ramp"] = override_value({tokens: size // less for tokens, size in ramp.items()})
-    length = min(64, config.batch.sequence_length)
-    return with_knobs(config, model=model, batch=batch | {"sequence_length": length})
+    return with_knobs(config, model=model, batch={**batch, **cut, "sequence_length": length})
 
 
 def start_run(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
@@ -185,6 +177,7 @@ def train_folder(path: Path, config: Config, **env: str) -> None:
 
 def train_recorded(path: Path, config: Config) -> None:
     """Train a watched run, which records what its ranks compute."""
+    print(f"the {path.name} run of {config.train.max_steps} steps", flush=True)
     train_folder(path, config, **record.recorder_environment(path))
 
 

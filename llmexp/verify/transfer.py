@@ -24,9 +24,9 @@ from llmexp.settings.config import Clip, Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import refuse
 from llmexp.system.fileio import write_json
-from llmexp.system.text import aligned, rounded
+from llmexp.system.text import aligned, columns, rounded
 from llmexp.train.assembly.assemble import assemble
-from llmexp.verify.checks import Check, at_most, print_wrapped, width
+from llmexp.verify.checks import Check, at_most, print_wrapped
 from llmexp.verify.geometry import ONE_RANK, without_dropout
 from llmexp.verify.reference import train_plainly, windows_in_order
 from llmexp.verify.runs import shrunk, trial
@@ -34,9 +34,7 @@ from llmexp.verify.runs import shrunk, trial
 WIDTHS = (64, 128, 256, 512)
 STEPS, SEQUENCES = 10, 8
 _TOKENS = 32  # of a sequence, at most
-_SEEDS = (
-    8  # of each width: figures of one seed scatter by a third of an octave, at all widths alike
-)
+_SEEDS = 8  # of each width: figures of one seed scatter by a third of an octave, at all alike
 # Of a slope: octaves of a figure for each octave of width. What mup leaves out is the width or its
 # root, 1 or 0.5; layers of narrow models have up to 0.12, and 8 seeds scatter by 0.08.
 LIMIT, CONTROL = 0.4, 0.5
@@ -169,13 +167,13 @@ def largest(slope: _Figures, which: int) -> tuple[float, float, str]:
 
 def _table(found: dict[str, _Figures], slope: dict[str, _Figures], widths: Sequence[int]) -> str:
     """Return the figures at the first and the last width, and the slopes over all of them."""
-    ends = [f"at {widths[0]}", f"at {widths[-1]}", "slope"]
+    low, *ends = str(widths[0]), str(widths[-1]), "slope"
     (kind, of_kind), *control = found.items()
-    rows = [["", "|x|", "", "", "|change|", "", ""], ["layer", *ends, *ends]]
-    rows = [rows[0] + ["standard", ""], rows[1] + ["|x|", "|change|"]] if control else rows
+    more = ["standard |x|", "|change|"] if control else []
+    rows = [["layer", f"|x| {low}", *ends, f"|change| {low}", *ends, *more]]
     for layer, pair in of_kind.items():
-        rows.append([layer])
+        row = [layer]
         for values, own in zip(pair, slope[kind][layer], strict=True):
-            rows[-1] += [rounded(values[0]), rounded(values[-1]), f"{own:+.3f}"]
-        rows[-1] += [f"{of:+.3f}" for of in slope["standard"][layer] if control]
-    return aligned(rows, 1, width())
+            row += [rounded(values[0]), rounded(values[-1]), f"{own:+.3f}"]
+        rows.append(row + [f"{of:+.3f}" for of in slope["standard"][layer] if control])
+    return aligned(rows, 1, columns())

@@ -41,7 +41,7 @@ def proof(tmp_path, monkeypatch):
     """A proof that finds what a test gives it."""
     found: list[Check | BaseException] = []
 
-    def made_up(config, path, *, steps, shrink):
+    def made_up(config, path, steps, shrink):
         for item in found:
             if isinstance(item, BaseException):
                 raise item

@@ -12,8 +12,8 @@ import pytest
 
 from llmexp.runs import rundir
 from llmexp.settings.convert import build
-from llmexp.verify import determinism, record, runs
-from llmexp.verify.pair import RunPair
+from llmexp.verify import determinism, runs
+from llmexp.verify.pair import Remains, same_bits
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 4
@@ -108,8 +108,8 @@ def test_what_another_run_does_otherwise_is_found_in_its_step(
     for name, value in environment(PYTHONPATH=path, LLMEXP_ALLOW="plant").items():
         monkeypatch.setenv(name, value)
     runs.train_recorded(tmp_path / "other", config)
-    pair = RunPair.of(proof.folder / "first", tmp_path / "other")
-    found = failed(determinism.compare_steps(pair))
+    pair = Remains(proof.folder / "first"), Remains(tmp_path / "other")
+    found = failed(same_bits(determinism.COLUMNS, *pair))
     for what, first in blamed.items():
         assert found[what].startswith(f"first: step {first}")
     assert ("the data of each step" in found) == (hook == "shuffled")
@@ -132,11 +132,9 @@ WEIGHT = "blocks.0.mlp.up_proj.weight"
     ],
 )  # fmt: skip
 def test_each_difference_is_named_with_its_step(proof, change, what, first):
-    records = [record.read_records(proof.folder / run) for run in ("first", "second")]
-    change(records[1][0])
-    rows = runs.read_run_rows(proof.folder / "first")
-    pair = RunPair((records[0], records[1]), (rows, rows))
-    assert failed(determinism.compare_steps(pair)) == {what: f"first: {first}"}
+    pair = Remains(proof.folder / "first"), Remains(proof.folder / "second")
+    change(pair[1].records[0])
+    assert failed(same_bits(determinism.COLUMNS, *pair)) == {what: f"first: {first}"}
 
 
 @pytest.mark.slow
