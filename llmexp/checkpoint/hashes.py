@@ -19,15 +19,9 @@ OPENING = os.O_RDONLY | os.O_CLOEXEC
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or does not fit; the text names the file."""
 
-    kind: Kind = "damaged_file"
-
-
-class NewerFormat(CheckpointError):
-    """A newer version of this program wrote the checkpoint.
-
-    It is whole, and not to be passed over for an older one."""
-
-    kind: Kind = "other_format"
+    def __init__(self, text: str, kind: Kind = "damaged_file") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
               ema.safetensors        and others: tensors of features, named as in model.safetensors
               state.pt               plain containers (torch.load(weights_only=True)), other buffers
-              manifest.json          format version, step, geometry (for people), size and sha256 of
+              manifest.json          format, step, geometry (for people), size and sha256 of
                                      each file, the index of all pieces; written last
 
 Where tensors are sharded, every rank writes the pieces that it holds
@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import (
     CheckpointError,
-    NewerFormat,
     OpenFiles,
     open_undamaged,
     refuse_changed,
@@ -49,11 +48,11 @@ from llmexp.checkpoint.pieces import (
 )
 from llmexp.checkpoint.stored import copy_overlap, read_index_entry
 from llmexp.mesh.groups import Mesh, any_rank
-from llmexp.system.fileio import file_state, sha256
+from llmexp.system.fileio import check_format, file_state, sha256
 from llmexp.update.faces import finish
 from llmexp.update.states import traits_of
 
-FORMAT_VERSION = 2
+CHECKPOINT_FORMAT = 1
 STATE = "state.pt"
 _NEEDED = ("model", "optimizer")  # kinds of files with tensors; others are of features
 FILE_NAME = re.compile(r"([a-z0-9_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
@@ -105,7 +104,7 @@ def newest_whole(
     Damaged ones are skipped with a warning. Ranks that are `joined` call together, share out the
     hashing, and get the same one; those that know a damage name it. `kinds`: see `read_checkpoint`.
     None when there is no checkpoint at all. Raises CheckpointError when there are some and all are
-    damaged, and NewerFormat for one of a newer format version, on all ranks.
+    damaged, and ConfigError for one of another format, on all ranks.
     """
     found = [path for path in checkpoint_folders(root) if step in (None, step_of(path))]
     share = (0, 1) if joined is None else (joined.rank, joined.world_size)
@@ -113,8 +112,6 @@ def newest_whole(
         loaded = None
         try:
             loaded = read_checkpoint(path, kinds, share)
-        except NewerFormat:
-            raise
         except CheckpointError as error:
             warn(f"checkpoint {path.name} is damaged and not used: {error}")
         bad = loaded is None
@@ -139,8 +136,8 @@ def read_checkpoint(
 
     Of the files with tensors those of `kinds` alone are opened, or all. `hash_share`: (rank,
     world), this rank hashes every world-th file; None: no file is hashed. Sizes are checked all the
-    same, and nothing is unpickled. Raises CheckpointError naming the damage, NewerFormat with
-    both versions.
+    same, and nothing is unpickled. Raises CheckpointError naming the damage, ConfigError for
+    another format.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
@@ -180,18 +177,14 @@ def read_checkpoint(
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, with a step and files in it. Raises CheckpointError and NewerFormat."""
+    """Return the manifest, with a step and files in it. Raises CheckpointError and ConfigError."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        version = int(manifest["format_version"])  # before the keys, which may be others
+        there = int(manifest["format"])  # before the keys, which may be others
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
-    text = f"{path}: format version {version}, this program reads version {FORMAT_VERSION}"
-    if version > FORMAT_VERSION:
-        raise NewerFormat(f"{text}: update it")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(text)
+    check_format(file, there, CHECKPOINT_FORMAT)
     if not (isinstance(manifest.get("step"), int) and isinstance(manifest.get("files"), dict)):
         raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
@@ -331,7 +324,8 @@ def restore_optimizers(
     }
     if differing := sorted(own.keys() ^ saved.keys()):
         raise CheckpointError(
-            f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}"
+            f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}",
+            "wrong_weights",
         )
 
     for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
@@ -366,5 +360,6 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}"
+            f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}",
+            "wrong_weights",
         )

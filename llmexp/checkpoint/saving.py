@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import fingerprint
-from llmexp.checkpoint.loading import FORMAT_VERSION, NOT_RESTORED, STATE
+from llmexp.checkpoint.loading import CHECKPOINT_FORMAT, NOT_RESTORED, STATE
 from llmexp.checkpoint.pieces import Piece, is_writer, named_tensors, names_by_id, piece_of
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
@@ -213,7 +213,7 @@ def commit_checkpoint(
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
-        about = {"format_version": FORMAT_VERSION, "step": step, "kept": kept, **meta}
+        about = {"format": CHECKPOINT_FORMAT, "step": step, "kept": kept, **meta}
         sealed = {"index_sha256": hashlib.sha256(index.encode()).hexdigest(), "index": index}
         write_json(temporary / MANIFEST, about | {"files": files} | sealed)
         flush_to_disk(temporary)

@@ -15,8 +15,9 @@ import yaml
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
+from llmexp.compose.guard import kind_of_config
 from llmexp.compose.origin import CONFIG_NAME, loader, not_in_option, option, options_of
 from llmexp.compose.overrides import key_of, parsed, written
 from llmexp.settings.commands import command
@@ -99,13 +100,7 @@ def in_words(error: Exception, overrides: Sequence[str], given: Sequence[str]) -
         )
     noise = re.compile(r"\s*(full_key|object_type|reference_type)")
     lines = [line.strip() for line in text.splitlines() if not noise.match(line)]
-    return _kind_of(error), (f"{key}: " if key else "") + " ".join(filter(None, lines))
-
-
-def _kind_of(error: Exception) -> Kind:
-    if isinstance(error, InterpolationKeyError):
-        return "unknown_key"
-    return "damaged_file" if isinstance(error, yaml.YAMLError) else "wrong_type"
+    return kind_of_config(error), (f"{key}: " if key else "") + " ".join(filter(None, lines))
 
 
 def _other_kind(key: str, overrides: Sequence[str]) -> ConfigError:

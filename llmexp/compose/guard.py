@@ -13,9 +13,15 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.config_repository import ConfigRepository
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.runs.door import config_text
@@ -116,6 +122,15 @@ def _below(own: Any, key: str) -> Any:
     return own
 
 
+def kind_of_config(error: Exception) -> Kind:
+    """Return the kind of what OmegaConf and YAML refuse."""
+    if isinstance(error, InterpolationKeyError):
+        return "unknown_key"
+    if isinstance(error, (InterpolationToMissingValueError, MissingMandatoryValue)):
+        return "missing_value"
+    return "damaged_file" if isinstance(error, yaml.YAMLError) else "wrong_type"
+
+
 def _resolved(parent: Any, key: Any, name: str) -> Any:
     """Return the plain values that Hydra gets to see.
 
@@ -124,8 +139,7 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
     try:
         value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
     except OmegaConfBaseException as error:
-        kind: Kind = "unknown_key" if isinstance(error, InterpolationKeyError) else "wrong_type"
-        raise ConfigError(kind, f"{name}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(kind_of_config(error), f"{name}: {str(error).splitlines()[0]}") from None
     if OmegaConf.is_interpolation(parent, key) and (
         key in RESERVED or OmegaConf.is_config(value) or isinstance(value, (dict, list))
     ):

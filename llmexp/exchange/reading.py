@@ -105,24 +105,27 @@ def open_checkpoint(
     """Return the weights of a run's checkpoint, as its `model`.
 
     `step` None: the newest whole one; a line names damaged ones. `weights`: one of naming.WEIGHTS.
-    `joined`: ranks that share out the hashing. Raises CheckpointError.
+    `joined`: ranks that share out the hashing. Raises CheckpointError and ConfigError.
     """
     root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
     if weights not in WEIGHTS:
-        raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
+        raise ConfigError(
+            "unknown_option", f"weights={weights}: must be one of {', '.join(WEIGHTS)}"
+        )
     found: Loaded | None
     if joined is None and step is not None:
         found = loading.read_checkpoint(checkpoint_folder(root, step), kinds=kinds)
     else:
         found = loading.newest_whole(root, warn, joined, kinds, step)
     if found is None:
-        raise loading.CheckpointError(f"{path}: has no checkpoint yet")
+        raise ConfigError("no_checkpoint", f"{path}: has no checkpoint yet")
     if weights == "model":
         return found
     if not (other := found.tensors.get(weights)):
-        raise loading.CheckpointError(
+        raise ConfigError(
+            "no_checkpoint",
             f"{found.path}: holds no ema, since the run has no train.ema; leave ema out, or train "
-            "with train.ema=0.999"
+            "with train.ema=0.999",
         )
     return dataclasses.replace(found, tensors=found.tensors | {"model": found.model | other})
 

@@ -27,8 +27,9 @@ from llmexp.run import Run
 from llmexp.run.layout import Layout
 from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import MAX_DEPTH, MAX_VALUES, ConfigError
-from llmexp.system.fileio import JSON, open_plain, read_json, read_text
+from llmexp.system.fileio import JSON, check_format, open_plain, read_json, read_text
 
+RUN_FORMAT = 1  # of run.json
 CONFIG_BYTES = 2**20
 ROW_BYTES = 2**24
 _LARGEST = sys.float_info.max
@@ -178,6 +179,7 @@ class _Status(TypedDict, total=False):
 class _Facts(TypedDict, total=False):
     """Hold the keys of run.json that `Run` does not have."""
 
+    format: int
     dp_size: int
     world_size: int
     overrides: list[str] | None
@@ -208,10 +210,12 @@ OBJECTS = {
 def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the object in a file, one of OBJECTS or with these kinds of its keys.
 
-    Raises ConfigError, also for a key of another kind."""
+    Raises ConfigError, also for a key of another kind and for another `format`."""
     found, kinds = read_json(path), OBJECTS[path.name] if kinds is None else kinds
     if not isinstance(found, dict):
         raise ConfigError("damaged_file", f"{path}: holds no object")
+    if "format" in kinds.keys() & found:
+        check_format(path, found["format"], RUN_FORMAT)
     for key in kinds.keys() & found:
         if not fits(kinds[key], found[key]):
             raise ConfigError(

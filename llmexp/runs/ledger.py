@@ -256,9 +256,7 @@ def read_ledger(path: Path) -> Ledger:
             raise ConfigError("damaged_file", f"{where}: holds no ledger")
     except ConfigError as error:
         raise ConfigError(error.kind, f"{error}; give it another name, then {anew(path)}") from None
-    if tree.get("format") != FORMAT:
-        text = f"this version of llmexp reads format {FORMAT}"
-        raise ConfigError("other_format", f"{where}: format={tree.get('format')}: {text}")
+    fileio.check_format(where, tree.get("format"), FORMAT)
     ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], looks=[], since=None)
     if not FOLDER_NAME.fullmatch(ledger.name):  # it goes into shell scripts
         raise refuse("damaged_file", f"{where}: name", ledger.name, "is not the name of a sweep")

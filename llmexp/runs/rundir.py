@@ -75,6 +75,8 @@ def read_run(path: Path) -> dict[str, Any]:
     try:
         return door.object_in(path / RUN)
     except ConfigError as error:
+        if error.kind == "other_format":
+            raise
         way = f"give the file another name, and it is written anew: {how_to_resume(path)}"
         raise ConfigError(error.kind, f"{error}; {way}") from None
 

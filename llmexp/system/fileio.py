@@ -193,6 +193,16 @@ def from_json(text: str) -> Any:
     return found
 
 
+def check_format(path: Path, there: Any, ours: int) -> None:
+    """Raise ConfigError for a file that another version of llmexp wrote, by its `format`."""
+    if there != ours:
+        raise ConfigError(
+            "other_format",
+            f"{path}: format={there}: this version of llmexp reads format {ours}; go on with the "
+            "version that wrote it, or begin anew in another folder",
+        )
+
+
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file, which is as strict as we write it.
 

@@ -18,6 +18,7 @@ from llmexp.checkpoint import loading
 from llmexp.run import Parent
 from llmexp.run.budget import EXTENDING
 from llmexp.runs import rundir
+from llmexp.runs.door import RUN_FORMAT
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
 from llmexp.runs.steps import STEPS_BIN, steps_up_to
@@ -191,12 +192,16 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
     derived = parts.run.as_dict()
     if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
         del derived["micro_batch_size"], derived["gradient_accumulation_steps"]
-    run = derived | {
-        **{key: request.get(key) for key in rundir.RECORDED},
-        "environment": environment(parts),
-        "data_fingerprint": parts.corpus.fingerprint,
-        "data_files": parts.corpus.states(),
-    }
+    run = (
+        {"format": RUN_FORMAT}
+        | derived
+        | {
+            **{key: request.get(key) for key in rundir.RECORDED},
+            "environment": environment(parts),
+            "data_fingerprint": parts.corpus.fingerprint,
+            "data_files": parts.corpus.states(),
+        }
+    )
     if better := {k: v for _, hook in parts.hooks for k, v in better_of(hook).items()}:
         run["better"] = better
     if parts.corpus.val_texts:

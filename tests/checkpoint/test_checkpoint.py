@@ -256,11 +256,10 @@ def indexed(at: int, value: Any) -> Callable[[dict], dict]:
     return change
 
 
-# Files that are gone, cut short or have another bit, and newer versions:
+# Files that are gone, cut short or have another bit, and other formats:
 # tests/faults/test_records.py.
 DAMAGE = {
     "100": lambda content: [],
-    "version 1, this program reads version 2": lambda content: content | {"format_version": 1},
     f"'../{MODEL}', which is no file of a checkpoint": moved_out,
     "the index in manifest.json does not match": lambda content: without(content, "index"),
     "scale do not add up": indexed(4, [1]),

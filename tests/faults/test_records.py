@@ -66,15 +66,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, 
     assert "Traceback" not in err
 
 
-def test_a_newer_format_is_refused_not_passed_over(whole, tmp_path, capsys):
+def test_another_format_is_refused_not_passed_over(whole, tmp_path, capsys):
     run = copy_of(whole, tmp_path / "run")
     manifest = run / "checkpoints" / f"step_{LAST:08d}" / "manifest.json"
-    newer = loading.FORMAT_VERSION + 1
-    amend(manifest, format_version=newer)
+    ours = loading.CHECKPOINT_FORMAT
+    amend(manifest, format=ours + 1)
     assert command(["sample", str(run), "--tokens", "1"]) == 2
     err = capsys.readouterr().err
-    assert f"version {newer}" in err
-    assert f"version {loading.FORMAT_VERSION}" in err
+    text = f"format={ours + 1}: this version of llmexp reads format {ours}; go on with"
+    assert f"{manifest}: {text}" in err
     assert "Traceback" not in err
 
 

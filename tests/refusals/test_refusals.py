@@ -1,5 +1,5 @@
 """Refusals are rows of the YAML files here, and of tests/features/*/refusals.yaml: a command that
-is refused, and the key that it names.
+is refused, the key that it names, and the kind of the refusal.
 
 A group of rows has a `home` (homes.py), the `command` that each row's `do` completes (TINY stands
 for tests/tiny.py) and, where a file is damaged first, `damage`: lists of an operation, a file and
@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp.__main__ import run
+import llmexp.__main__
+from llmexp.settings.kinds import MEANING, kind_of_error
+from llmexp.sweep import planning
 from tests import suggestions
 from tests.conftest import ROOT
 from tests.refusals import homes
@@ -90,10 +92,29 @@ def files(folder: Path) -> dict[str, int]:
     }
 
 
+def kinds_reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the kinds of what is reported from now on; of points that are planned, the first."""
+    kinds: list[str] = []
+    report, reasons = llmexp.__main__.report, planning.reasons
+
+    def reported(error: Exception, code: int, as_json: bool) -> int:
+        kinds.append(kind_of_error(error))
+        return report(error, code, as_json)
+
+    def listed(refused: Any) -> list[str]:
+        kinds.extend(one.kind for one in refused[:1])
+        return reasons(refused)
+
+    monkeypatch.setattr(llmexp.__main__, "report", reported)
+    monkeypatch.setattr(planning, "reasons", listed)
+    return kinds
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_each_row_has_its_words_and_no_other_stands_there(path, words):
     asked = [heading(row) for row in rows(path)]
     assert len({*asked}) == len(asked)
+    assert {row["kind"] for row in rows(path)} <= set(MEANING)
     words.only(name_of(path), asked)
 
 
@@ -122,8 +143,11 @@ def test_it_is_refused(
     given = shlex.split(f"{row['command']} {row.get('do', '')}")
     before = files(tmp_path)
     capsys.readouterr()
+    kinds = kinds_reported(monkeypatch)
     try:
-        code = run([word for each in given for word in (TINY if each == "TINY" else [each])])
+        code = llmexp.__main__.run(
+            [word for each in given for word in (TINY if each == "TINY" else [each])]
+        )
     except SystemExit as ended:  # of argparse
         code = ended.code
     out, err = capsys.readouterr()
@@ -132,6 +156,7 @@ def test_it_is_refused(
     assert "Traceback" not in err
     assert not out or "plan" in given
     assert row["key"] in err
+    assert kinds == [row["kind"]]
     assert re.search(r"^(llmexp|refused|usage): ", err, re.MULTILINE), err
     suggestions.check(err)
     words.places = {work: "WORK", tmp_path: "HOME", ROOT: "ROOT"}
