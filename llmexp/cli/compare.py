@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from llmexp.compare import table
 from llmexp.compare.comparing import NEGLIGIBLE, compare, no_runs_found
 from llmexp.compare.figures import UNITS
 from llmexp.compare.records import Result
+from llmexp.compare.strangers import Asked
 from llmexp.settings.kinds import Kind
 from llmexp.settings.values import ConfigError, Parser
 from llmexp.system import fileio
@@ -40,6 +42,7 @@ def main(arguments: list[str]) -> int:
         sort=args.sort,
         negligible=args.negligible,
         target=args.target,
+        asked=of_others(args),
     )
     if not comparison.settings:
         raise ConfigError("cannot_compare", no_runs_found(comparison))
@@ -52,6 +55,12 @@ def main(arguments: list[str]) -> int:
     else:
         table.show(comparison, sys.stdout, width=columns(), why=args.why)
     return DONE
+
+
+def of_others(args: Namespace) -> Asked:
+    """Return what the command line says about runs that llmexp did not train."""
+    by = [key.strip() for key in (args.by or "").split(",") if key.strip()]
+    return Asked(args.figure, args.better, by, args.seed, args.curves)
 
 
 def _page(comparison: Result) -> str:
@@ -96,8 +105,19 @@ def write_file(flag: str, path: Path, text: str) -> None:
     warn(f"wrote {path}")
 
 
+OF_OTHERS = {
+    "--figure": ("KEY", "of tables: the figure that is judged, such as val_loss"),
+    "--better": ("WAY", "whether it is better when lower or higher"),
+    "--by": ("KEYS", "of tables: the settings, such as lr,clip (default: what varies)"),
+    "--seed": ("KEY", "of tables: the seed"),
+    "--curves": ("FILE", "of a table with a line a run: its curves, by run and step or tokens"),
+}
 _ARGUMENTS = {
-    "paths*": ("PATH", "runs, sweeps, folders of them, globs (default: outputs)"),
+    "paths*": (
+        "PATH",
+        "runs, sweeps, folders of them, globs (default: outputs); or a table of runs of others: "
+        "FILE.csv, .jsonl, .parquet",
+    ),
     "--align": (None, f"what runs must have had alike: {', '.join(UNITS)}", "tokens"),
     "--sort": ("KEY", "figure that orders the table, such as tokens_per_sec"),
     "--why": "also what the result rests on, and notes on the runs",
@@ -109,6 +129,7 @@ _ARGUMENTS = {
         "KEY=NUMBER",
         "compare by where runs first reach a figure, such as val/loss=3.28",
     ),
+    **OF_OTHERS,
     "--json": "print everything as JSON instead",
     "--out": {
         "action": "append",

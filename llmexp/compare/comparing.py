@@ -10,11 +10,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from llmexp.compare import folding
 from llmexp.compare.figures import (
     UNITS,
+    axis_of,
     columns_of,
     figures,
     left_out,
@@ -25,24 +26,27 @@ from llmexp.compare.figures import (
 from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import with_words
 from llmexp.compare.position import begins_after, common_position, common_rows
-from llmexp.compare.reading import read
-from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting
+from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting, is_loss
 from llmexp.compare.screening import screen
-from llmexp.runs.find import find
+from llmexp.compare.sources import gathered
+from llmexp.compare.strangers import Asked
 from llmexp.settings.commands import command
 from llmexp.settings.knobs import SEED
 from llmexp.settings.values import ConfigError, nearest
 
 
 def compare(
-    paths: Sequence[str | Path],
+    paths: Sequence[Any],
     *,
     align: str = "tokens",
     sort: str | None = None,
     negligible: float | str | None = None,
     target: str | None = None,
+    asked: Asked | None = None,
 ) -> Result:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
+
+    Or those of tables, about which `asked` says what must be known.
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
     `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
@@ -61,10 +65,13 @@ def compare(
         raise ConfigError(
             "conflict", f"--sort {sort}: --target orders the table by itself; leave one out"
         )
-    found, problems = find(paths)
-    records = read(found)
+    records, problems, said = gathered(paths, asked or Asked())
+    if target is not None and records and all(r.foreign and r.step < 2 for r in records):
+        text = "needs the curves of runs; name them: --curves FILE"
+        raise ConfigError("missing_value", f"--target {target}: {text}")
     f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
-    return with_words(f)
+    f = with_words(f)
+    return replace(f, notes=(*f.notes, *said))
 
 
 def no_runs_found(found: Result, name: str = "compare") -> str:
@@ -98,6 +105,9 @@ def findings(
     target: str | None = None,
 ) -> Result:
     """Find out what runs show that have been read."""
+    measured = next((r.measured for r in records if r.foreign), "val/loss")
+    align = axis_of(records, align)
+    sort = sort or (measured if measured != "val/loss" else None)
     out = left_out(records, align, sort or "val/loss")
     alive = [r for r in records if r not in out]
     read = common_position(alive, align, sort or "val/loss")
@@ -108,7 +118,7 @@ def findings(
     ways = (pair for r in records for pair in r.facts.get("better", {}).items())
     better = {key: way for key, way in ways if way in ("lower", "higher")}
     aim = None if target is None else target_of(target, better)
-    counted = common_rows(alive, align, ["val/loss", *more, *([aim.key] if aim else ())])
+    counted = common_rows(alive, align, [measured, *more, *([aim.key] if aim else ())])
     own = {r: figures(r, align, read, more, counted.get(r)) for r in records}
     if aim is not None:
         sort = f"target/{align}"
@@ -122,19 +132,19 @@ def findings(
         folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    columns = columns_of({key for s in found for key in s.figures}, better)
+    columns = columns_of({measured, *(key for s in found for key in s.figures)}, better)
+    columns = tuple(replace(c, digits=5) if c.key == measured else c for c in columns)
     metric = _metric(found, columns, sort, mixed)
     found = _ranked(found, metric, mixed)
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
-    of_sweeps = {r.negligible for r in records}
     if negligible is None:
-        negligible = of_sweeps.pop() if len(of_sweeps) == 1 else None
+        negligible = _negligible(records, metric)
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
-        negligible=NEGLIGIBLE if negligible is None else negligible,
+        negligible=negligible,
         batch=_batch(taking_part), problems=(*problems, *damage),
     )  # fmt: skip
     result.columns = _columns(result, columns)
@@ -165,6 +175,15 @@ def _metric(
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
     live = [e for e in found if not e.out] or found
     return known[next((key for key in order if any(key in e.figures for e in live)), order[0])]
+
+
+def _negligible(records: Sequence[Record], metric: Column) -> float:
+    """Return the difference that matters in the sweep of all runs, else the usual one."""
+    of_sweeps = {r.negligible for r in records}
+    own = of_sweeps.pop() if len(of_sweeps) == 1 else None
+    if own is None:
+        own = NEGLIGIBLE if is_loss(metric.key) else 0.0  # a figure of others has no known unit
+    return own
 
 
 def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setting]:

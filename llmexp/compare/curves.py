@@ -36,8 +36,13 @@ _CAPTION = (
 class Curve(NamedTuple):
     """The rows that all runs of a setting have."""
 
-    x: Mapping[str, np.ndarray]  # by axis; `steps` is always there
+    x: Mapping[str, np.ndarray]  # by axis
     y: np.ndarray  # [runs, rows], finite
+
+    @property
+    def place(self) -> np.ndarray:
+        """Return where the rows lie, in steps where these are known."""
+        return self.x.get("steps", next(iter(self.x.values())))
 
     def at(self, rows: np.ndarray) -> Curve:
         return Curve({axis: x[rows] for axis, x in self.x.items()}, self.y[:, rows])
@@ -49,17 +54,22 @@ def curve(setting: Setting, key: str) -> Curve | None:
     runs = [r for r in alive if key in r.columns and np.isfinite(r.columns[key]).any()]
     if not runs:
         return None
-    steps_of = [r.columns["step"][np.isfinite(r.columns[key])] for r in runs]
+    if any(r.foreign and len(r.columns["step"]) < 2 for r in runs):
+        return None
+    places = {r: r.columns["step"] for r in runs}
+    for r in (r for r in runs if r.foreign):
+        places[r] = r.steps.get("steps", r.steps.get("tokens", places[r]))
+    steps_of = [places[r][np.isfinite(r.columns[key])] for r in runs]
     steps = functools.reduce(np.intersect1d, steps_of)
     if not len(steps):
         runs, steps = runs[:1], steps_of[0]
-    rows = [(r, np.searchsorted(r.columns["step"], steps)) for r in runs]
+    rows = [(r, np.searchsorted(places[r], steps)) for r in runs]
     x = {
         axis: np.mean([of_rows(r, axis)[at] for r, at in rows], axis=0)
         for axis in AXES
         if all(len(of_rows(r, axis)) for r in runs)
     }
-    return Curve(x, np.stack([r.columns[key][at] for r, at in rows]))
+    return Curve(x or {"steps": steps}, np.stack([r.columns[key][at] for r, at in rows]))
 
 
 def lineage(setting: Setting, key: str) -> Curve | None:
@@ -114,7 +124,7 @@ def losses(c: Result) -> list[Plot]:
         x = [packed(of.x.get(axis, np.zeros(0))) for _, of in lines]
         over.append((AXES[axis], [{"x": x}, _along(c, axis), list(range(len(lines)))]))
     # those before would press the others flat
-    later = [of.y[0][of.x["steps"] >= of.x["steps"].max() / 10] for _, of in lines]
+    later = [of.y[0][of.place >= of.place.max() / 10] for _, of in lines]
     low, high = float(min(map(np.min, later))), float(max(map(np.max, later)))
     pad = 0.05 * (high - low) or 0.05
     ranges: Options = []
@@ -123,7 +133,7 @@ def losses(c: Result) -> list[Plot]:
         axes_of = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
         ranges.append((name, [{}, axes_of, [0]]))
     layout = {
-        **_layout(c, "Loss (nats per token)"),
+        **_layout(c, c.metric.title if c.foreign else "Loss (nats per token)"),
         **over[0][1][1],
         "yaxis.range": [low - pad, high + pad],
         "updatemenus": menus(over, ranges),
@@ -131,7 +141,8 @@ def losses(c: Result) -> list[Plot]:
     }
     first = zip(over[0][1][0]["x"], lines, strict=True)
     traces = [go.Scatter(x=x, y=packed(of.y[0]), **trace) for x, (trace, of) in first]
-    return [plot("losses", "Losses over training", traces, layout, _CAPTION)]
+    caption = _CAPTION[_CAPTION.index("A band") :] if c.foreign else _CAPTION
+    return [plot("losses", "Losses over training", traces, layout, caption)]
 
 
 def _lines(c: Result, s: Setting, colour: str, name: str) -> Iterator[Line]:
@@ -148,7 +159,8 @@ def _lines(c: Result, s: Setting, colour: str, name: str) -> Iterator[Line]:
         if (before := lineage(s, key)) is not None:
             dotted = {**behind, "line": {"color": colour, "width": 1, "dash": "dot"}}
             yield dotted, before.at(downsample(before.y[0], _points(c)))
-    train, val = curve(s, "train/loss"), curve(s, "val/loss")
+    train = None if s.runs[0].foreign else curve(s, "train/loss")
+    val = curve(s, s.runs[0].measured)
     if train is not None:
         kept = downsample(train.y.mean(axis=0), _points(c))
         drawn, whole = train.at(kept), train.y
@@ -157,7 +169,7 @@ def _lines(c: Result, s: Setting, colour: str, name: str) -> Iterator[Line]:
         smooth = running_mean(whole, int(SMOOTHED * whole.shape[-1]) // 2)[:, kept]
         seen = [""] * len(kept)
         if val is not None:  # the last evaluation at or before a row: nothing is interpolated
-            at = np.searchsorted(val.x["steps"], drawn.x["steps"], side="right") - 1
+            at = np.searchsorted(val.place, drawn.place, side="right") - 1
             mean = val.y.mean(axis=0)
             seen = [f", val {mean[k]:.4f}" if k >= 0 else "" for k in at]
         hover = {"customdata": seen, "hovertemplate": "train %{y:.4f}%{customdata}"}
@@ -167,7 +179,8 @@ def _lines(c: Result, s: Setting, colour: str, name: str) -> Iterator[Line]:
     if val is not None:
         drawn = val.at(downsample(val.y.mean(axis=0), POINTS))
         trace = {**front, "line": bold | {"dash": "dash"}, "marker": {"color": colour, "size": 5}}
-        trace |= {"hovertemplate": "val %{y:.4f}"} if train is None else {}
+        what = "" if s.runs[0].foreign else "val "
+        trace |= {"hovertemplate": f"{what}%{{y:.4f}}"} if train is None else {}
         if few and len(drawn.y[0]) <= 60:
             trace["mode"] = "lines+markers"
         yield from _with_band(drawn, trace, behind)
@@ -197,7 +210,7 @@ def _layout(c: Result, title: str) -> dict[str, Any]:
 def _along(c: Result, axis: str) -> dict[str, Any]:
     """Return an axis, with a line where the runs are compared, or at the target."""
     place: dict[str, Any] = {}
-    if c.target and c.target.key in ("val/loss", "train/loss"):
+    if c.target and c.target.key in ("val/loss", "train/loss", c.settings[0].runs[0].measured):
         place = dict(x0=0, x1=1, xref="paper", y0=c.target.value, y1=c.target.value)
     elif axis == c.align and c.align_at is not None and len(c.settings) > 1:
         place = dict(x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper")
@@ -220,7 +233,7 @@ def quantities(c: Result) -> list[Plot]:
         if not any(len(of.y[0]) for of in found):
             continue
         drawn = [of.at(downsample(of.y.mean(axis=0), _points(c))) for of in found]
-        x = [packed(of.x.get(c.align, of.x["steps"])) for of in drawn]
+        x = [packed(of.x.get(c.align, of.place)) for of in drawn]
         title = title_of(key) if is_of_named_set(key) else key
         if key in ROW_KEYS:
             title = ROW_KEYS[key].plot or ROW_KEYS[key].label

@@ -105,6 +105,8 @@ def broken(record: Record) -> str:
         return record.state
     if record.lost:
         return "rows lost"
+    if record.foreign and not len(finite(record.columns, record.measured)):
+        return f"no {record.measured}"
     if not record.config:
         return "no config"
     return "" if record.step > record.parent.get("step", 0) else "no steps"
@@ -127,11 +129,33 @@ def left_out(records: Sequence[Record], align: str, loss: str) -> dict[Record, s
     fresh = Counter(r.sweep for r in alive() if r.state == "finished" and not r.trial)
     reasons |= {r: "trial" for r in alive() if r.trial and fresh[r.sweep] >= 2}
     if sum(r.state == "finished" for r in alive()) >= 2:
-        reasons |= {r: r.state for r in alive() if r.state != "finished"}
-    ranked = Counter(task(r, loss) for r in alive()).most_common(2)
+        reasons |= {r: r.state for r in alive() if r.state not in ("finished", "")}
+    ranked = Counter(task(r, loss) for r in alive() if not r.foreign).most_common(2)
     if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
-        reasons |= {r: APART[0] for r in alive() if task(r, loss) != ranked[0][0]}
+        others = (r for r in alive() if not r.foreign)
+        reasons |= {r: APART[0] for r in others if task(r, loss) != ranked[0][0]}
+    reasons |= _unplaced(alive(), align)
     return reasons | dict.fromkeys(_short(alive(), align), APART[1])
+
+
+def _unplaced(alive: Sequence[Record], align: str) -> dict[Record, str]:
+    """Find runs of others that say nothing new, or of which nobody knows how long they trained."""
+    foreign, seen = [r for r in alive if r.foreign], set[object]()
+    placed = any(len(positions(r, align)) for r in foreign)
+    found = {r: f"no {align}" for r in foreign if placed and not len(positions(r, align))}
+    for r in (r for r in foreign if r not in found):
+        known = frozenset(r.essence.items())
+        if known in seen:  # nobody knows whether it is the same run again
+            found[r] = "repeat"
+        seen.add(known)
+    return found
+
+
+def axis_of(records: Sequence[Record], align: str) -> str:
+    """Return what runs are compared along: as asked, else what most runs of others know."""
+    foreign = [r for r in records if r.foreign]
+    axes = (align, "tokens", "steps") if foreign else (align,)
+    return max(axes, key=lambda axis: sum(len(positions(r, axis)) > 0 for r in foreign))
 
 
 def task(record: Record, key: str = "val/loss") -> str:
@@ -140,6 +164,8 @@ def task(record: Record, key: str = "val/loss") -> str:
     It is the files, else all of the data section but what the sweep of the run varies and cannot
     move that text.
     """
+    if record.foreign:  # nobody knows
+        return ""
     texts = record.facts.get("val_texts", {})
     if is_of_named_set(key) and (text := texts.get(key.split("/")[1])):
         return repr(text)
@@ -171,8 +197,8 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
 
 
 def own_keys(record: Record) -> list[str]:
-    """Return the keys of a run's rows that its hooks have added."""
-    keys = record.columns if record.config.get("hooks") else ()
+    """Return the keys of a run's rows that its hooks have added, or of one of others all keys."""
+    keys = record.columns if record.config.get("hooks") or record.foreign else ()
     return [key for key in keys if key not in ROW_KEYS and is_other(key)]
 
 
@@ -207,31 +233,40 @@ def figures(
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
-        keys = ("val/loss", "val/bits_per_byte", *filter(is_of_named_set, columns))
+        keys = ("val/bits_per_byte", *filter(is_of_named_set, columns), record.measured)
         found |= {key: _last(finite(columns, key, rows)) for key in (keys if evaluated else ())}
         found["final val/loss"] = _last(finite(columns, "val/loss"))
         losses = (finite(of, "val/loss", rows) for of in (common, columns))
         found["best val/loss"] = min(map(float, next(filter(len, losses), ())), default=None)
-        if step > record.parent.get("step", 0):
+        if step > record.parent.get("step", 0) and not record.foreign:
             found["train/loss"] = number(float(train_losses(record)[step - 1]))
-    own = {"steps": record.step or None, "tokens_seen": _last(record.steps.get("tokens", ()))}
+    own = _ends(record)
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
         found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if found[key] is None:
             found[key] = own.get(key, _last(finite(columns, key)))
     found |= features.merged("compare", "figures", record)
-    for key in filter(is_other, more):
+    for key in (key for key in more if is_other(key) and key != record.measured):
         found[key] = _last([*finite(columns, key, rows), *finite(common, key, rows)])
     for key in filter(is_score, columns):  # at the end of each run
         found[key] = _last(finite(columns, key))
-    if found["train_time"] is None and record.state != "finished":
-        found["train_time"] = _last(elapsed(columns, record.parent.get("step", 0)))
     if record.parent:
         if (tokens := found["tokens_seen"]) is not None:
             found["own_tokens"] = tokens - record.parent["tokens_seen"]
         if found["train_time"] is not None and (seconds := time_before(record)) is not None:
             found["line_time"] = found["train_time"] + seconds
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _ends(record: Record) -> dict[str, float | None]:
+    """Return how far a run has come, where its summary does not say it."""
+    found = {"steps": _last(positions(record, "steps"))}
+    found["tokens_seen"] = _last(record.steps.get("tokens", ()))
+    if record.foreign:
+        found["train_time"] = _last(positions(record, "time"))
+    elif record.state != "finished":
+        found["train_time"] = _last(elapsed(record.columns, record.parent.get("step", 0)))
+    return found
 
 
 def train_losses(record: Record) -> np.ndarray:
@@ -333,7 +368,7 @@ def course(record: Record, key: str) -> tuple[np.ndarray, np.ndarray]:
 
     The train loss is that of the table: there is one after each step, whatever the rows.
     """
-    if key == "train/loss":
+    if key == "train/loss" and not record.foreign:
         values = train_losses(record)
         steps = np.arange(1.0, len(values) + 1)
     else:

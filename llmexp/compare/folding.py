@@ -34,7 +34,8 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     keys = list(dict.fromkeys(key for config in configs for key in config))
     found = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
     found = [key for key in found if key != "checkpoint.resume"]  # `llmexp resume` sets it
-    found = [key for key in found if not is_execution(key)] or found
+    own = [r for r in records if not r.foreign]  # of others what is no setting is not in the config
+    found = [key for key in found if not own or not is_execution(key)] or found
     sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))
     return tuple(sorted(found, key=lambda key: sections.index(key.partition(".")[0])))
 
@@ -73,7 +74,9 @@ def computation(record: Record) -> object:
     if not record.config:
         return record.path
     cuts: Iterable[str] = ()
-    if not any("dropout" in k and v not in (0, None) for k, v in record.config.items()):
+    if not record.foreign and not any(
+        "dropout" in k and v not in (0, None) for k, v in record.config.items()
+    ):
         cuts = (key for key in record.config if affects(key) == "rounding")
     return _without(record, SEED, TWIN, *cuts), repr(record.batch("real_batch_size"))
 
@@ -107,7 +110,7 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
             intervals[key] = interval
     if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target
         figures = {k: v for k, v in figures.items() if k == REACHED or not k.startswith("target/")}
-    tally = Counter(r.state for r in group)
+    tally = Counter(r.state or "of no known state" for r in group)
     states = ", ".join(f"{count} {state}" for state, count in tally.items())
     notes = [f"{len(usable)} of {len(group)} seeds ({states})" * (len(tally) > 1), tokenizer]
     for r in group:
@@ -120,7 +123,7 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         values={key: first.config.get(key) for key in keys},
         figures=figures,
         intervals=intervals,
-        state=max((r.state for r in group), key=list(STATES).index),
+        state=max((r.state for r in group), key=["", *STATES].index),
         note="; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )

@@ -39,7 +39,7 @@ def headline(f: Result) -> str:
         largest = _knob(f, next(iter(f.screen.knobs)))
         return f"Effects of {size}: {'; '.join(told) or f'none is told, the largest is {largest}'}."
     best, *others = f.ranked
-    if f.is_loss or f.target:
+    if f.judged or f.target:
         lead = [best, *f.those(*SMALL)]
         unsettled = [*f.those(Verdict.UNDECIDED), *f.those(Verdict.FEW_SEEDS)]
         worse = sorted(f.those(Verdict.WORSE), key=lambda r: abs(r.size or 0.0))
@@ -144,7 +144,7 @@ def _figure(f: Result, s: Setting) -> str:
 
 def _apart(f: Result, other: Setting) -> str:
     """Say how far the leading setting is from another one."""
-    if not f.is_loss and not f.target:
+    if not f.judged and not f.target:
         first = f.ranked[0]
         halves = [half for s in (first, other) if (half := half_width(s, f.metric))]
         apart, half = abs(first.figures[f.key] - other.figures[f.key]), math.hypot(*halves)
@@ -165,7 +165,7 @@ def _missing(f: Result, near: Setting | None) -> str:
     """Say what would decide between the leading setting and another one."""
     if near is None or near.verdict not in (Verdict.UNDECIDED, Verdict.FEW_SEEDS):
         return ""
-    if not f.is_loss and not f.target:
+    if not f.judged and not f.target:
         return ""
     before, wanted = "", needed(near, f)
     if f.looks and not f.target:  # which the looks did not judge

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ RESOLUTION = 1e-9  # of a figure: what rounding makes of equal ones
 
 def judge(f: Result) -> None:
     """Find out how the settings stand, and write it into them and into the result."""
-    loss, sign = f.is_loss, f.metric.sign
+    loss, sign = f.judged, f.metric.sign
     f.negligible = f.negligible if loss else 0.0
     cap = cap_of(f)
     rivals = [s for s in f.settings if not s.out]
@@ -61,7 +62,8 @@ def judge(f: Result) -> None:
     first, standing = min(leads, key=lambda found: _order(found[0], sign), default=(None, None))
     f.ranked = sorted(ranked, key=lambda s: s is not first)
     f.budgets = _by_budget([*f.ranked, *f.without])
-    f.tasks = len({task(r, f.key) for s in ranked for r in s.taking_part}) if loss else 1
+    tasks = {task(r, f.key) for s in ranked for r in s.taking_part if not r.foreign}
+    f.tasks = len(tasks) if loss and tasks else 1
     for s in f.ranked if f.tasks > 1 else ():
         s.verdict, s.size, s.difference = Verdict.TASK, None, None
     if first:
@@ -93,7 +95,7 @@ def _read_off(s: Setting, f: Result, cap: float) -> None:
     # The best and the last loss are read at the run's own end.
     at = None if key in ("final val/loss", "best val/loss") else f.align_at
     places = [p for r in having or runs if (p := read_place(r, f.align, at, key))]
-    if f.is_loss and len(places) == len(having or runs):
+    if f.judged and len(places) == len(having or runs):
         # of seeds the mean, as all that is printed of them
         tokens = math.fsum(p.tokens for p in places) / len(places)
         s.place = replace(places[0], tokens=tokens)
@@ -129,9 +131,14 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     """
     sign = f.metric.sign
     same: dict[object, list[Setting]] = defaultdict(list)
+    alike: dict[object, list[int]] = defaultdict(list)  # the numbers of those that may be equal
     for i, r in enumerate(group):
-        r.identity = next((o.identity for o in group[:i] if _equal(o, r)), r.computation)
+        keys = (r.computation, frozenset(r.seeds.items()))
+        near = (group[j] for j in sorted({j for key in keys for j in alike[key]}))
+        r.identity = next((o.identity for o in near if _equal(o, r)), r.computation)
         same[r.identity].append(r)
+        for key in keys:
+            alike[key].append(i)
 
     def weight(r: Setting) -> tuple[int, bool, float]:
         return -len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean
@@ -155,6 +162,8 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
         else:
             d, worse = standing.found[other.identity]
+            if f.foreign and not f.target:
+                d = _as_written(d, lead, other)
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size, other.verdict = d.mean, _verdict(d, worse, f.negligible, resolution)
@@ -165,6 +174,15 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     return lead, standing
 
 
+def _as_written(d: Difference, *settings: Setting) -> Difference:
+    """Return a difference with what a table's rounding of its figures adds to the error."""
+    values = [y for s in settings for y in s.seeds.values()]
+    decimals = max(-int(Decimal(repr(y)).as_tuple().exponent) for y in values)
+    if decimals > 9:  # as they were computed
+        return d
+    return replace(d, error=math.hypot(d.error, 10.0**-decimals / math.sqrt(6 * d.seeds)))
+
+
 def _equal(a: Setting, b: Setting) -> bool:
     """Tell whether two settings compute the same.
 
@@ -173,7 +191,10 @@ def _equal(a: Setting, b: Setting) -> bool:
     """
     if a.computation == b.computation:
         return True
-    return a.seeds == b.seeds and (len(a.seeds) > 1 or same_steps([*a.taking_part, *b.taking_part]))
+    if a.seeds != b.seeds or len(a.seeds) > 1:
+        return a.seeds == b.seeds
+    runs = [*a.taking_part, *b.taking_part]
+    return not any(r.foreign for r in runs) and same_steps(runs)
 
 
 def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -> Verdict:
@@ -190,16 +211,17 @@ def _mark(s: Setting, f: Result) -> str:
     if f.target and not f.reached:  # nothing tells settings apart that never get there
         return ""
     if s not in f.ranked:
-        lacks = not s.seeds and f.ranked and "val" in f.key
+        lacks = not s.seeds and f.ranked and ("val" in f.key or f.measured)
         return "not evaluated" if lacks else ""
     if s.verdict is None:
         settled = f.verdicts <= {Verdict.WORSE, Verdict.ROUNDING, *SMALL}
         best = Verdict.WORSE in f.verdicts and settled and f.comparable and not f.without
         return ("best" if best else f.extreme) if len(f.ranked) > 1 else ""
-    beside = [r for group in f.budgets if s in group for r in group if r.seeds]
-    if s.verdict == Verdict.BUDGET and len(beside) > 1:
-        return f"{f.extreme} of budget"
-    return s.verdict.mark if f.is_loss or f.target else ""
+    if s.verdict == Verdict.BUDGET:
+        beside = [r for group in f.budgets if s in group for r in group if r.seeds]
+        if len(beside) > 1:
+            return f"{f.extreme} of budget"
+    return s.verdict.mark if f.judged or f.target else ""
 
 
 def needed(other: Setting, f: Result) -> int | None:
@@ -227,13 +249,16 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
     """Return where the run stands when the metric is read, None where that is not known.
 
     It is read at the common position `at` (None: at the run's own end), a validation loss in the
-    last evaluation up to there.
+    last evaluation up to there. Of a run of others nobody knows its schedule, so that it may decay
+    to its end; where its tokens are not known, they are steps.
     """
     tokens, where = positions(record, "tokens"), positions(record, align)
+    if record.foreign and not len(tokens):
+        tokens = where
     if not len(tokens) or len(where) != len(tokens):
         return None
-    planned = record.facts.get("max_tokens")
-    decays = planned is not None and decays_at_last(record.config)
+    planned = float(tokens[-1]) if record.foreign else record.facts.get("max_tokens")
+    decays = planned is not None and (record.foreign or decays_at_last(record.config))
     step = len(tokens) if at is None else until(where, at)
     if step > record.parent.get("step", 0):
         seen = float(tokens[step - 1])
@@ -241,9 +266,10 @@ def read_place(record: Record, align: str, at: float | None, metric: str) -> Pla
         seen = float(at or 0)
     else:
         return None
-    if metric in record.columns and metric.startswith("val/"):
+    if metric in record.columns and (metric.startswith("val/") or metric == record.measured):
         known = np.isfinite(record.columns[metric]) & (record.columns["step"] <= step)
-        seen = float(max(of_rows(record, "tokens")[known], default=seen))
+        rows = tokens if record.foreign else of_rows(record, "tokens")
+        seen = float(max(rows[known], default=seen))
     return Place(seen, planned or seen or 1.0, tokens_of_step(record), decays)
 
 

@@ -45,6 +45,8 @@ def propose(f: Result) -> Step:
 
 def rest(k: Known) -> Step | None:
     """Train what the sweep, or a run, has still to train; what failed is tried once more."""
+    if k.f.foreign:
+        return None
     records = {r.path.resolve(): r for r in k.runs}
     if going := [r for r in k.runs if r.state == "running"]:
         verb = "is" if len(going) == 1 else "are"
@@ -258,7 +260,7 @@ def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
     f, ranked = k.f, k.f.ranked
     alone = len(ranked) == 1 and len(ranked[0].seeds) == 2
-    if not (f.is_loss and (alone or (len(ranked) > 1 and f.comparable))):
+    if not (f.judged and (alone or (len(ranked) > 1 and f.comparable))):
         return Step("nothing", f.headline)
     if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
         return _alone(k) if alone else None

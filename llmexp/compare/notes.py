@@ -82,6 +82,7 @@ def _notes(f: Result) -> Iterator[Note]:
             f"{last.most * len(settings)} runs",
         )
     yield from _of_budgets(f)
+    yield "Not checked", _unknown(f)
     yield "Target", _of_target(f)
     yield from _of_knobs(f)
     several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
@@ -113,8 +114,9 @@ def _beside(f: Result) -> Iterator[Note]:
             for why, found in out.items()
         ),
     )
-    several = [s for s in f.ranked if len(s.seeds) > 1 and f.is_loss and not f.looks]
-    wanted = {seed for s in several for seed in s.seeds}
+    several = [s for s in f.ranked if len(s.seeds) > 1 and f.judged and not f.looks]
+    named = {r.seed for s in several for r in s.taking_part if r.named_seed}
+    wanted = {seed for s in several for seed in s.seeds if seed in named}
     # in the order of their numbers
     missing = {s.label: sorted(wanted - {*s.seeds}, key=lambda s: (len(s), s)) for s in several}
     lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
@@ -138,7 +140,7 @@ def _places(f: Result) -> dict[str, Place]:
 def _of_budgets(f: Result) -> Iterator[Note]:
     """Say how far each budget had come where losses are read, and what would settle it."""
     evaluated = [x for r in f.taking_part if len(x := evaluations(r, "tokens"))]
-    if f.own_ends and evaluated:
+    if f.own_ends and evaluated and not f.foreign:
         # the longest interval that is there, if the shortest run is as long
         every = int(min(max(x[0] for x in evaluated), min(x[-1] for x in evaluated)))
         yield "Evaluations of all batches at like tokens", f"train.eval_every_tokens={every}"
@@ -149,6 +151,10 @@ def _of_budgets(f: Result) -> Iterator[Note]:
         yield "Done where losses are read", ", ".join(kept)
     if equal(round(p.planned) for p in places.values()):
         return
+    if f.foreign:
+        shortest = min(p.planned for p in places.values())
+        yield "To settle it", f"runs of one length, such as {shortest:,.0f} {_unit(f)}"
+        return
     if by := next(filter(None, (sized_by(r.config) for r in f.runs)), ""):
         yield "Tokens of each run", f"they follow from {by} and its model: read it at its own end"
     elif any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
@@ -158,6 +164,24 @@ def _of_budgets(f: Result) -> Iterator[Note]:
         yield "To settle it", f"the same with train.max_tokens={budget} for every point"
 
 
+def _unknown(f: Result) -> str:
+    """Say what the sources of runs of others do not tell, so that nobody could check it."""
+    runs = [r for r in f.taking_part if r.foreign]
+    if not runs:
+        return ""
+    what = ["schedule", "validation data", "code"]
+    if not any(len(positions(r, f.align)) for r in runs):
+        what.insert(0, "length")
+    said = "" if all(r.state for r in runs) else "; nor whether each came to its end"
+    return f"whether all have one {', '.join(what[:-1])} and {what[-1]}{said}"
+
+
+def _unit(f: Result) -> str:
+    """Return what budgets are counted in: steps where tokens are not known."""
+    known = any("tokens" in r.steps for r in f.taking_part)
+    return "tokens" if known or not f.foreign else UNITS[f.align]
+
+
 def _of_target(f: Result) -> str:
     """Say how exactly it is known where runs reach the target, and how the others count."""
     if f.target is None or not f.ranked or not f.reached:
@@ -165,7 +189,7 @@ def _of_target(f: Result) -> str:
     runs, parts = f.taking_part, list[str]()
     pairs = [(r.figures["target/after"], by) for r in runs if (by := r.figures.get("target/by"))]
     if pairs:
-        apart = f"{f.digits(max(by - after for after, by in pairs))} {UNITS[f.align]} apart"
+        apart = f.digits(max(by - after for after, by in pairs))
         what = "steps" if f.target.key == "train/loss" else "evaluations"
         parts.append(
             f"placed by a straight line between {what} up to {apart} {UNITS[f.align]} apart"
@@ -243,7 +267,10 @@ def _why(f: Result) -> Iterator[Note]:
     if places := _places(f):
         higher = "; a rate that has not decayed yet leaves a loss higher than it will be"
         budgets = "; ".join(f"{name} {p.planned:,.0f}" for name, p in places.items())
-        yield "Tokens of the whole runs", budgets + higher * any(p.decays for p in places.values())
+        yield (
+            f"{_unit(f).capitalize()} of the whole runs",
+            budgets + higher * any(p.decays for p in places.values()),
+        )
     yield "Losses are read at", _where(f)
     stages = [stage for r in f.taking_part for stage in r.facts.get("stages") or [r.facts]]
     known = [size for s in stages if (size := s.get("real_batch_size")) is not None]
@@ -251,16 +278,17 @@ def _why(f: Result) -> Iterator[Note]:
     if f.batch in _BATCH:
         yield f"Batch ({f.batch})", f"real_batch_size {' to '.join(sizes)}; {_BATCH[f.batch]}"
     if any(r.difference for r in f.ranked):
-        small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
+        small = f"; a difference under {f.negligible:g} does not matter" * bool(f.negligible)
         looks = " over all looks together" * bool(f.looks)
         of = f" of all {len(f.ranked)} settings" * (len(f.ranked) > 2)
         yield "Intervals", f"at 95 %{looks}, with the noise{of} over their seeds{small}"
-    few = f.is_loss and Verdict.FEW_SEEDS in f.verdicts and not f.screen
+    few = f.judged and Verdict.FEW_SEEDS in f.verdicts and not f.screen
     if few:
+        example = "" if f.foreign else " (train.seed=1,2,3)"
         yield (
             "Few seeds",
             "they show what these runs did, not what the settings do: rounding and the order of "
-            "the data move a loss as well. Only more seeds (train.seed=1,2,3) tell",
+            f"the data move a loss as well. Only more seeds{example} tell",
         )
     if f.floor:
         yield (
@@ -268,7 +296,7 @@ def _why(f: Result) -> Iterator[Note]:
             f"{amount(f.floor.size)}, the largest difference in {f.metric.title} among "
             f"{f.floor.runs} runs that differ in rounding alone ({f.floor.source})",
         )
-    elif few:
+    elif few and not f.foreign:
         yield (
             "Rounding",
             "not measured; sweep.twins=1 trains the leading setting once more for that",
@@ -282,16 +310,16 @@ def _why(f: Result) -> Iterator[Note]:
 def _where(f: Result) -> str:
     """Say where the losses are read, and who has no evaluation up to there."""
     runs = [r for r in f.taking_part if not broken(r)]
-    if not f.is_loss or f.key == "final val/loss" or f.align_at is None or len(runs) < 2:
+    if not f.judged or f.key == "final val/loss" or f.align_at is None or len(runs) < 2:
         return ""
     ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, f.align))}
     which = "where all runs end" if len(ends) == 1 else "where the first run ends"
-    if f.key.startswith("val/") and f.align_at < min(ends):
+    if f.measured and f.align_at < min(ends):
         which = "the last position at which every run was evaluated"
     late = f.align_at * (1 + 1e-9)
     without = [f.label_of(r) for r in runs if not (evaluations(r, f.align) <= late).any()]
     lacking = f"; no evaluation up to there: {listed(without)}"
-    told = bool(without) and any("val/loss" in r.columns for r in runs)
+    told = bool(without) and any(r.measured in r.columns for r in runs)
     return f"{f.position} {UNITS[f.align]}, {which}{lacking * told}"
 
 

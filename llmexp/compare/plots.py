@@ -65,7 +65,7 @@ def verdict_plot(c: Result) -> list[Plot]:
     """
     judged = [s for s in c.settings if s.mark in _SYMBOLS and s.seeds]
     rows, lead = judged[:40], next((s for s in judged if s.leads), None)
-    if not c.is_loss or lead is None or len(rows) < 2 or all(len(s.seeds) < 2 for s in rows):
+    if not c.judged or lead is None or len(rows) < 2 or all(len(s.seeds) < 2 for s in rows):
         return []
     names = [text(s.label) for s in rows]
     x, y, words = list[float](), list[str](), list[str]()

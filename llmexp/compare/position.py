@@ -39,6 +39,8 @@ def _positions(record: Record, align: str) -> np.ndarray:
     targets in each mixture: there it is in tokens read. Seconds are known at rows, and all steps
     between two take equally long.
     """
+    if record.foreign:
+        return record.steps.get(align, np.zeros(0))
     parent, steps = record.parent, np.arange(1.0, record.step + 1)
     begin = parent.get("step", 0)
     if align == "time":
@@ -60,7 +62,7 @@ def _positions(record: Record, align: str) -> np.ndarray:
 def of_rows(record: Record, align: str) -> np.ndarray:
     """Return the position of each row, empty where it is not known."""
     where, steps = positions(record, align), record.columns["step"]
-    if align == "steps":
+    if align == "steps" and not record.foreign:
         return steps
     return where[np.clip(steps.astype(int), 1, len(where)) - 1] if len(where) else where
 
@@ -83,11 +85,13 @@ def common_rows(records: Sequence[Record], align: str, keys: Iterable[str]) -> d
     Else a run that is looked at more often would find a lower loss.
     """
     lengths = {tokens_of_step(r) for r in records}
-    axis = "steps" if align == "steps" or len(lengths) == 1 else "tokens"
+    alike = len(lengths) == 1 and not any(r.foreign for r in records)
+    axis = "steps" if align == "steps" or alike else "tokens"
     step = 1.0 if axis == "steps" else max(lengths, default=0.0) or 1.0
     found: dict[Record, dict[str, np.ndarray]] = {r: {**r.columns} for r in records}
     for key in keys:
-        known = {r: np.isfinite(r.columns.get(key, ())) for r in records if r.step}
+        placed = (r for r in records if len(of_rows(r, axis)))
+        known = {r: np.isfinite(r.columns.get(key, ())) for r in placed}
         known = {r: there for r, there in known.items() if there.any()}
         places = {r: np.round(of_rows(r, axis)[there] / step) for r, there in known.items()}
         several = {at.tobytes(): at for at in places.values()}.values()
@@ -99,8 +103,8 @@ def common_rows(records: Sequence[Record], align: str, keys: Iterable[str]) -> d
 
 
 def evaluations(record: Record, align: str) -> np.ndarray:
-    """Return the positions at which the run has a validation loss."""
-    where, values = of_rows(record, align), record.columns.get("val/loss", np.zeros(0))
+    """Return the positions at which the run has a validation loss, or what is measured of it."""
+    where, values = of_rows(record, align), record.columns.get(record.measured, np.zeros(0))
     return where[: len(values)][np.isfinite(values[: len(where)])]
 
 
@@ -125,7 +129,8 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
         return Position(end, end)
     # the length of an optimizer step, in what positions are counted in
     steps = {r: 1.0 if align == "steps" else tokens_of_step(r) for r in records}
-    if not metric.startswith(("val/", "final ", "best ")):
+    measured = {r.measured for r in records}
+    if metric not in measured and not metric.startswith(("val/", "final ", "best ")):
         return Position(end, max(steps.values()))
     seen = {r: at for r in records if len(at := evaluations(r, align))}
     # runs without an evaluation so far

@@ -31,12 +31,12 @@ REACHED = "target/reached"  # 1 or 0: the figure that tells whether a run reache
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One run, as far as its folder could be read."""
+    """One run, as far as its folder, or another source, could be read."""
 
     path: Path
     name: str  # of the folder; unique within a comparison
     sweep: Path | None  # the sweep's folder
-    state: str  # one of runs.folder.STATES
+    state: str  # one of runs.folder.STATES; empty where the source does not say
     config: dict[str, Any]  # config.yaml with dotted keys
     facts: dict[str, Any]  # run.json
     status: dict[str, Any]  # status.json
@@ -54,6 +54,10 @@ class Record:
     # steps.bin by field, and `tokens` up to each step; of a fork its parents' steps come first
     steps: Mapping[str, np.ndarray] = field(default_factory=dict)
     before: Mapping[str, np.ndarray] = field(default_factory=dict)  # rows of a fork's parents
+    # llmexp did not train it: what its source does not say is absent here. `steps` has the place of
+    # each row by axis, as far as it is known, and `step` of a row is its number.
+    foreign: bool = False
+    measured: str = "val/loss"  # the figure that is measured now and then, and judged over seeds
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -62,16 +66,22 @@ class Record:
     @property
     def step(self) -> int:
         """Return the last step that it has recorded; of a fork that of its parent at least."""
-        return len(self.steps.get("tokens", ()))
+        return len(self.columns["step"] if self.foreign else self.steps.get("tokens", ()))
 
     @property
     def seed(self) -> str:
         return str(self.config.get(SEED))
 
+    @property
+    def named_seed(self) -> bool:
+        """Tell whether its source names a seed; else the run counts as one of its own."""
+        return not (self.foreign and self.seed == own_seed(self.name))
+
     @cached_property
     def essence(self) -> dict[str, str]:
         """Return what of the config decides a result, as text by key, in order."""
-        return {k: repr(v) for k, v in sorted(self.config.items()) if not is_execution(k)}
+        keys = (k for k in sorted(self.config) if self.foreign or not is_execution(k))
+        return {k: repr(self.config[k]) for k in keys}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -85,6 +95,11 @@ class Record:
     def batch(self, key: str) -> Any:
         """Return a number of the batch as the run solved it, else as its config has it."""
         return self.facts.get(key, self.config.get(f"batch.{key}"))
+
+
+def own_seed(name: str) -> str:
+    """Return what stands for the seed of a run whose source names none."""
+    return f"of {name}"
 
 
 class Verdict(Enum):
@@ -302,8 +317,20 @@ class Result:
         return self.metric.key
 
     @property
-    def is_loss(self) -> bool:
-        return is_loss(self.key)
+    def measured(self) -> bool:
+        """Tell whether the metric is what runs are evaluated for."""
+        runs = (r for s in self.settings for r in s.runs)
+        return self.key.startswith("val/") or any(self.key == r.measured for r in runs)
+
+    @property
+    def judged(self) -> bool:
+        """Tell whether seeds judge the metric."""
+        return is_loss(self.key) or (self.measured and not self.key.startswith("val/"))
+
+    @property
+    def foreign(self) -> bool:
+        """Tell whether llmexp did not train some of the runs."""
+        return any(r.foreign for s in self.settings for r in s.runs)
 
     @property
     def names(self) -> dict[str, str]:
@@ -324,7 +351,7 @@ class Result:
     def own_ends(self) -> bool:
         """Tell whether each loss is read at its run's own end, as there is no common position."""
         forks = any(r.parent for r in self.taking_part)
-        return self.key.startswith("val/") and self.align_at is None and not forks
+        return self.measured and self.align_at is None and not forks
 
     @property
     def extreme(self) -> str:
@@ -401,5 +428,6 @@ def half_width(setting: Setting, column: Column) -> float | None:
     """
     key = column.key
     known = is_loss(key) or is_score(key) or key.startswith("target/")
+    known = known or any(key == r.measured for r in setting.runs)
     low, high = setting.intervals.get(key if known else "", (0.0, 0.0))
     return (high - low) / 2 or None

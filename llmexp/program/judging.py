@@ -68,20 +68,36 @@ class Answer:
         return {p.name: p.figure.update_layout(wide, title=p.title) for p in plots}
 
 
-def compare(*paths: Any, align: str = "tokens",
-            sort: str | None = None, negligible: float | None = None,
-            target: str | None = None) -> Answer:  # fmt: skip
+def compare(  # noqa: PLR0913 (what the command takes)
+    *paths: Any,
+    align: str = "tokens",
+    sort: str | None = None,
+    negligible: float | None = None,
+    target: str | None = None,
+    figure: str | None = None,
+    better: str | None = None,
+    by: Sequence[str] = (),
+    seed: str | None = None,
+    curves: str | Path | None = None,
+) -> Answer:
     """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does.
+
+    Or tables of runs of others: files, or data frames of pandas or polars, whose `figure` is
+    judged, `by` the keys of their settings and the one of their `seed`.
 
     Raises ConfigError for what the command refuses, such as a path without a run.
     """
     from llmexp.compare import comparing
+    from llmexp.compare.strangers import Asked
 
     how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible, "target": target}
+    keys = [by] if isinstance(by, str) else list(by)
+    asked = Asked(figure, better, keys, seed, curves)
     try:
-        comparison = comparing.compare(_paths(paths), **how)
+        comparison = comparing.compare(_paths(paths), **how, asked=asked)
     except ConfigError as error:
-        raise ConfigError(error.kind, _as_arguments(str(error), how), error.key) from None
+        text = _as_arguments(str(error), how | vars(asked))
+        raise ConfigError(error.kind, text, error.key) from None
     if not comparison.settings:
         raise ConfigError("cannot_compare", comparing.no_runs_found(comparison))
     return Answer(comparison)
@@ -153,12 +169,16 @@ def next_step(*paths: Any, negligible: float | None = None) -> Step:
     return proposed(_paths(paths), negligible)
 
 
-def _paths(given: Sequence[Any]) -> list[Path]:
-    """Return the paths of runs, folders, globs and lists of them; without one: outputs."""
-    found: list[Path] = []
+def _paths(given: Sequence[Any]) -> list[Any]:
+    """Return the paths of runs, folders, globs and lists of them; without one: outputs.
+
+    Data frames stay what they are.
+    """
+    found: list[Any] = []
     for path in given or ("outputs",):
         each = path if isinstance(path, (list, tuple)) else [path]
-        found += [one.path if isinstance(one, Run) else Path(one) for one in each]
+        paths = (one.path if isinstance(one, Run) else one for one in each)
+        found += [one if hasattr(one, "columns") else Path(one) for one in paths]
     return found
 
 

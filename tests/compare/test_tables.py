@@ -1,0 +1,198 @@
+"""Runs that llmexp did not train: the same verdicts through every door, and odd tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import llmexp
+from llmexp.compare.page import page
+from llmexp.settings.values import ConfigError
+from tests.compare.synthetic import make_case, read_rows
+from tests.tools import printed, run_here
+
+HERE = Path(__file__).parent
+ODD = yaml.safe_load((HERE / "tables.yaml").read_text())
+KEYS = ("clip.max_norm", "train.seed")
+JUDGED = ("mark", "difference", "half", "basis", "val/loss")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def sweep() -> Any:
+    """The folder of a sweep of three settings and three seeds, and its answer."""
+    rng = np.random.default_rng(1)
+    rows = [
+        {"max_norm": norm, "seed": seed, "offset": 0.02 * i + float(rng.normal(0, 0.01))}
+        for i, norm in enumerate((0.5, 1.0, 4.0))
+        for seed in (1, 2, 3)
+    ]
+    return make_case(Path("runs"), rows, ["clip.max_norm", "train.seed"])
+
+
+def lines_of(folder: Path, every: bool) -> list[dict[str, Any]]:
+    """A line for each run of a sweep, or for each of its rows that has a val loss."""
+    found = []
+    for path in sorted(p.parent for p in folder.glob("*/metrics.jsonl")):
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        own = {k: config[k.partition(".")[0]][k.partition(".")[2]] for k in KEYS}
+        rows = [row for row in read_rows(path) if "val/loss" in row]
+        for row in rows if every else rows[-1:]:
+            figures = {"step": row["step"], "tokens": row["tokens_seen"]}
+            found.append({"run": path.name, **own, **figures, "val/loss": row["val/loss"]})
+    return found
+
+
+def write_csv(path: str, lines: list[dict[str, Any]]) -> str:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def judged(answer: Any) -> dict[str, list[Any]]:
+    """What a comparison says of each setting, to the bit."""
+    return {
+        run["label"]: [*(run[key] for key in JUDGED), run["intervals"].get("val/loss")]
+        for run in answer.data["runs"]
+    }
+
+
+def doors(folder: Path) -> dict[str, Any]:
+    """The runs of a sweep as every source has them."""
+    import pandas
+    import pyarrow
+    from pyarrow import parquet
+
+    wide, long = (lines_of(folder, every) for every in (False, True))
+    found: dict[str, Any] = {
+        "wide": write_csv("wide.csv", wide),
+        "long": write_csv("long.csv", long),
+        "frame": pandas.DataFrame(long),
+        "without lengths": write_csv(
+            "ends.csv", [{k: v for k, v in w.items() if k not in ("step", "tokens")} for w in wide]
+        ),
+        "without names": write_csv("nameless.csv", [{**line, "run": None} for line in long]),
+    }
+    Path("wide.jsonl").write_text("".join(json.dumps(line) + "\n" for line in wide))
+    nested = [{"config": {"clip.max_norm": w["clip.max_norm"]}, **w} for w in wide]
+    for line in nested:
+        del line["clip.max_norm"]
+    Path("nested.json").write_text(json.dumps(nested))
+    parquet.write_table(pyarrow.Table.from_pylist(wide), "wide.parquet")
+    return found | {"lines": "wide.jsonl", "parquet": "wide.parquet", "nested": "nested.json"}
+
+
+def test_every_door_gives_the_same_verdicts_marks_and_intervals(sweep):
+    own = judged(llmexp.compare(sweep))
+    assert [values[0] for values in own.values()] != ["lowest", "undecided", "undecided"]
+    for name, given in doors(sweep).items():
+        answer = llmexp.compare(given)
+        assert printed("compare", json.dumps(answer.data)) == answer.data
+        found = judged(answer)
+        if name == "nested":  # its keys have another name
+            found = {k.replace("max_norm", "clip"): v for k, v in found.items()}
+        assert found == own, name
+        assert "Not checked" in " ".join(answer.data["notes"])
+        assert not {"rounding", "one computation"} & set(str(answer).lower().split())
+
+
+def test_curves_come_from_a_file_of_their_own(sweep):
+    own, lines = judged(llmexp.compare(sweep)), lines_of(sweep, True)
+    runs = write_csv(
+        "runs.csv", [{k: w[k] for k in ("run", *KEYS)} for w in lines_of(sweep, False)]
+    )
+    curves = write_csv("c.csv", [{k: v for k, v in w.items() if k not in KEYS} for w in lines])
+    assert judged(llmexp.compare(runs, figure="val/loss", curves=curves)) == own
+    with pytest.raises(ConfigError, match="curves="):
+        llmexp.compare(runs, curves=write_csv("other.csv", [{"run": "x", "step": 1, "loss": 2}]))
+
+
+def test_a_target_is_reached_at_the_same_place(sweep):
+    own, long = llmexp.compare(sweep, target="val/loss=2.9"), doors(sweep)["long"]
+    found = llmexp.compare(long, target="val/loss=2.9")
+    for a, b in zip(own.data["runs"], found.data["runs"], strict=True):
+        keys = ("label", "mark", "difference", "half", "target/tokens", "target/steps")
+        assert {k: a[k] for k in keys} == {k: b[k] for k in keys}
+
+
+def test_unequal_lengths_are_not_ranked(sweep):
+    lines = [w for w in lines_of(sweep, True) if w["clip.max_norm"] != 4.0 or w["step"] < 300]
+    answer = llmexp.compare(write_csv("unequal.csv", lines))
+    assert answer.headline.startswith("No ranking: the budgets differ")
+    assert {run["mark"] for run in answer.data["runs"]} >= {"other budget"}
+    assert any(note.startswith("To settle it: runs of one length") for note in answer.data["notes"])
+
+
+def test_the_page_draws_curves_and_seeds_of_others(sweep):
+    answer = llmexp.compare(doors(sweep)["long"])
+    assert {"verdict", "losses"} <= answer.figures.keys()
+    assert "Losses over training" in page(answer.comparison, inline=False)
+    assert "losses" not in llmexp.compare("wide.csv").figures
+
+
+def test_how_many_seeds_are_needed_is_said_without_a_command(sweep):
+    step = llmexp.next_step(write_csv("two.csv", lines_of(sweep, False)[:6]))
+    assert not step.command
+    assert "more seed" in step.why
+
+
+def test_flags_of_tables_are_refused_for_run_folders(sweep):
+    with pytest.raises(ConfigError) as refused:
+        llmexp.compare(sweep, by=["clip.max_norm"])
+    assert refused.value.kind == "idle_knob"
+
+
+def test_what_rounding_to_few_digits_hides_widens_an_interval():
+    lines = [{"lr": lr, "seed": s, "val_loss": 3.1 + lr} for lr in (0.1, 0.2) for s in (1, 2, 3)]
+    worse = llmexp.compare(write_csv("coarse.csv", lines)).data["runs"][1]
+    assert worse["half"] > 0
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    Path("runs.parquet").write_bytes(b"PAR1")
+    for name in ("pyarrow", "pyarrow.parquet", "polars"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ConfigError, match="pyarrow or polars") as refused:
+        llmexp.compare("runs.parquet")
+    assert refused.value.kind == "missing_package"
+
+
+def test_many_runs_are_compared():
+    rng = np.random.default_rng(1)
+    lines = [
+        {"lr": i / 100, "wd": k / 10, "seed": 1, "val_loss": 3 + float(rng.normal())}
+        for i in range(100)
+        for k in range(50)
+    ]
+    answer = llmexp.compare(write_csv("many.csv", lines))
+    assert len(answer.data["runs"]) == 5000
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[odd["case"] for odd in ODD])
+def test_odd_tables_end_in_an_answer_or_one_refusal(odd, capfd):
+    table = Path(odd.get("file", "runs.csv"))
+    if "text" in odd:
+        table.write_text(odd["text"])
+    result = run_here(capfd, "compare", str(table), "--json", *odd.get("flags", []))
+    if "refused" in odd:
+        assert result.code == 2
+        assert odd["refused"] in json.loads(result.out)["error"]["message"]
+        return
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert {run["label"]: run["mark"] or "" for run in found["runs"]} == odd["marks"]
+    for note in odd.get("notes", []):
+        assert any(note in text for text in found["notes"]), found["notes"]
