@@ -92,6 +92,9 @@ OTHER: dict[str, dict[str, Any]] = {
         }
     },
     "model.sliding_window": {"model.sliding_window": 4},
+    "model.n_experts": {"model.n_experts": 4},
+    "model.d_expert": {"model.d_expert": 8},
+    "model.balance_rate": {"model.balance_rate": 0.5},
     "data.val_files": {"data.val_files": "more.txt"},
     "data.ignore_id": {"data.ignore_id": 32},
     "data.train_labels": {"data.train_labels": "ids.npy"},
@@ -161,6 +164,7 @@ LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_wi
 CLIPPING = {"train.max_steps": 14, "clip.z": 0.1, "clip.quantile": 0.1}
 FOLLOWING = CLIPPING | {"clip.warmup_steps": 2}
 SKIPPING = {**LONG, "metrics.skip_outliers": True}
+MIXED = {"model.n_experts": 4}
 WITH: dict[str, dict[str, Any]] = {
     "model.residual": {"precision.kind": "bf16"},
     "data.val_labels": {"data.val_files": "more.bin"},
@@ -172,6 +176,16 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
     "schedule.decay_shape": {"schedule.decay_ratio": 0.9},
+    **dict.fromkeys(
+        (
+            *("model.experts_per_token", "model.d_expert", "model.n_shared_experts"),
+            *("model.router", "model.norm_topk", "model.router_bias", "model.router_z_loss"),
+            *("model.balance", "model.balance_rate"),
+        ),
+        MIXED,
+    ),
+    "model.first_dense_layers": {"model.n_experts": 4, "model.n_layers": 2},
+    "model.balance_loss": {"model.n_experts": 4, "model.balance": "sequence"},
     "optimizer.precondition_frequency": {"train.max_steps": 14},
 }
 # They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a

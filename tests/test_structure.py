@@ -74,7 +74,9 @@ def test_only_commands_import_ours_inside_functions():
     optional += ("llmexp.data.hub", "llmexp.data.shards", "llmexp.data.tables")
     optional += ("llmexp.update.optimizers", "llmexp.update.twin", "llmexp.update.groups")
     optional += ("llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape")
-    optional += tuple(f"llmexp.models.{name}" for name in ("offload", "recompute", "rows"))
+    optional += tuple(
+        f"llmexp.models.{name}" for name in ("experts", "offload", "recompute", "rows")
+    )
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.batch":

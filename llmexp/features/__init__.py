@@ -20,7 +20,8 @@ runs       `start`, beside that of a process that makes runs; `record`, into the
 page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 verify     its knobs in a `trial`, in a `replay`, and where no step may be skipped (`unskipped`);
-           what its proof needs: formulas of rules of clipping; `prepared`: a config for it
+           what its proof needs: formulas of rules of clipping; `prepared`: a config for it; what
+           the reference is to `follow` after each step
 cli        `check_resume`: what a resumed run cannot ask of it
 
 Other files are a feature's own.
@@ -49,6 +50,7 @@ FEATURES = (
     "ema",
     "noise",
     "outliers",
+    "moe",
     "layers",
     "spikes",  # of layers and outliers
     "tasks",

@@ -3,6 +3,7 @@
 In reading order:
 gpt2, llama  the two families
 settings     the knobs that they share
+experts      mixtures of experts in place of the MLP of a Llama
 hf           any causal language model of transformers
 common       what both share: initial values, logits, FLOPs of a token
 initial      values drawn in blocks, the same ones however ranks cut the parameters; seeds

@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
             for last, p in module.named_parameters(recurse=False):
                 if last == "bias" or isinstance(module, nn.LayerNorm | nn.RMSNorm):
                     blocks.held(p).fill_(0.0 if last == "bias" else 1.0)
-                elif isinstance(module, nn.Linear | nn.Embedding):
+                elif isinstance(module, nn.Linear | nn.Embedding | Weights):
                     std = self.initial_std(f"{prefix}.{last}")
                     draw = functools.partial(_normal, std)
                     # in fp32 whatever the parameters' dtype, which then differ in rounding alone
@@ -245,23 +245,46 @@ class Block(nn.Module):
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
+class Weights(nn.Module):
+    """Hold a matrix, or one for each expert (e, f, d), that other modules multiply by.
+
+    `active`: how many of these a token is multiplied by; None: all.
+    """
+
+    def __init__(self, *shape: int, active: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.active = shape[0] if active is None else active
+
+    def used(self) -> int:
+        """Return how many parameters a token is multiplied by."""
+        return self.weight.numel() // self.weight.shape[0] * self.active
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """Return the parameters that a token leaves out: of the experts that it is not sent to."""
+    stacked = [m for m in model.modules() if isinstance(m, Weights)]
+    return sum(m.weight.numel() - m.used() for m in stacked)
+
+
 def parameter_counts(model: Any) -> tuple[int | None, int | None]:
     """Count parameters without embedding tables but with the head, and in matrices of the blocks.
 
-    A head that is tied with an embedding counts. Both are None for a model that does not name its
-    blocks and its head.
+    Both are without `idle_parameters`. A head that is tied with an embedding counts. Both are None
+    for a model that does not name its blocks and its head.
     """
     blocks, head = getattr(model, "blocks", None), getattr(model, "head_weight", None)
     if blocks is None or head is None:
         return None, None
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {head}
     with_head = sum(p.numel() for p in model.parameters() if p not in tables)
-    return with_head, in_matrices(blocks)
+    return with_head - idle_parameters(model), in_matrices(blocks)
 
 
 def in_matrices(module: nn.Module) -> int:
-    """Return the parameters in the matrices of a module's linear layers."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+    """Return the parameters in the matrices of a module that a token is multiplied by."""
+    linear = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+    return linear + sum(m.used() for m in module.modules() if isinstance(m, Weights))
 
 
 def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:
@@ -292,7 +315,7 @@ def embedding(count: int, width: int) -> nn.Embedding:
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters on the meta device by ones with memory but without values.
+    """Replace parameters on the meta device by ones with memory but without values, buffers by 0.
 
     Each rank gets its parts alone of those that are split. (`to_empty` imports sympy.)
     """
@@ -307,6 +330,9 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
                 else torch.empty(p.shape, dtype=p.dtype, device=device)
             )
             setattr(module, name, nn.Parameter(values))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:  # ours begin at 0
+                module.register_buffer(name, torch.zeros_like(buffer, device=device))
 
 
 def _normal(std: float, block: Tensor, generator: torch.Generator) -> None:

@@ -172,6 +172,16 @@ def _head_dim(given: int | None, d_model: int, n_heads: int) -> int:
     return found
 
 
+def _block(
+    sizes: tuple[Any, ...], d_ff: int, biases: str, qk_norm: str, norm_eps: float, after: bool
+) -> Block:
+    d_model, dropout = sizes[0], sizes[-1]
+    attention = Attention(*sizes, biases=biases, qk_norm=qk_norm, norm_eps=norm_eps)
+    norms = Norm(d_model, eps=norm_eps), Norm(d_model, eps=norm_eps)
+    mlp = MLP(d_model, d_ff, biases == "all")
+    return Block(norms[0], attention, norms[1], mlp, dropout, after=after)
+
+
 class LlamaKnobs(Knobs):
     """The arguments of `Llama`."""
 
@@ -249,6 +259,18 @@ class Llama(LanguageModel):
         residual: LlamaKnobs.residual = "full",
         parametrization: LlamaKnobs.parametrization = "standard",
         base_width: LlamaKnobs.base_width = None,
+        n_experts: LlamaKnobs.n_experts = 0,
+        experts_per_token: LlamaKnobs.experts_per_token = 2,
+        d_expert: LlamaKnobs.d_expert = None,
+        n_shared_experts: LlamaKnobs.n_shared_experts = 0,
+        first_dense_layers: LlamaKnobs.first_dense_layers = 0,
+        router: LlamaKnobs.router = "softmax",
+        norm_topk: LlamaKnobs.norm_topk = True,
+        router_bias: LlamaKnobs.router_bias = False,
+        router_z_loss: LlamaKnobs.router_z_loss = 0.0,
+        balance: LlamaKnobs.balance = "bias",
+        balance_rate: LlamaKnobs.balance_rate = 1e-3,
+        balance_loss: LlamaKnobs.balance_loss = 1e-2,
     ) -> None:
         super().__init__()
         self.head_dim = _head_dim(head_dim, d_model, n_heads)
@@ -257,24 +279,22 @@ class Llama(LanguageModel):
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.sliding_window, self.residual = sliding_window, residual
         sizes = d_model, n_heads, n_kv_heads, self.head_dim, dropout
+        more = d_ff or self.mlp_width(d_model), biases, qk_norm, norm_eps, norm == "post"
         # without torch's own initial values: init_weights alone draws, once per weight
         device = torch.get_default_device()
         with torch.device("meta"):
             self.token_embedding = embedding(vocab_size, d_model)
             self.dropout = nn.Dropout(dropout)
-            self.blocks = nn.ModuleList(
-                Block(
-                    Norm(d_model, eps=norm_eps),
-                    Attention(*sizes, biases=biases, qk_norm=qk_norm, norm_eps=norm_eps),
-                    Norm(d_model, eps=norm_eps),
-                    MLP(d_model, d_ff or self.mlp_width(d_model), biases == "all"),
-                    dropout,
-                    after=norm == "post",
-                )
-                for _ in range(n_layers)
-            )
+            self.blocks = nn.ModuleList(_block(sizes, *more) for _ in range(n_layers))
             self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
+            if n_experts:
+                from llmexp.models.experts import Routing, put_experts
+
+                sent = experts_per_token, d_expert, n_shared_experts, first_dense_layers
+                scored = router, norm_topk, router_bias, router_z_loss
+                routing = Routing(n_experts, *sent, *scored, balance, balance_rate, balance_loss)
+                put_experts(self.blocks, routing, parametrization)
         self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 

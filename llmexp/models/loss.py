@@ -116,6 +116,8 @@ class SummedLoss(nn.Module):
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
         self.run_fused: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = False
+        # those that hand on losses of their own for each sequence
+        self._losing: list[Any] = [m for m in model.modules() if hasattr(m, "added_losses")]
 
     def has_head(self) -> bool:
         """Return whether the model gives its features and its output head apart."""
@@ -248,7 +250,7 @@ class SummedLoss(nn.Module):
     ) -> Tensor:
         """Return the cross-entropy in nats, summed over all targets other than -100.
 
-        It is a scalar in fp32 (fp64 in fp64).
+        It is a scalar in fp32 (fp64 in fp64). Losses that modules add are in its gradient alone.
 
         `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of
         0. Without targets it returns the logits (b, t, v) of the whole vocabulary, which carry no
@@ -259,6 +261,20 @@ class SummedLoss(nn.Module):
             # Uncompiled: texts have many lengths, and each would be compiled anew.
             with torch.no_grad(), self._eager():
                 return self._unsummed(tokens_bt, targets_bt)
+        losses = list[Tensor]()
+        for module in self._losing:
+            module.added_losses = losses
+        nll = self._nll(tokens_bt, targets_bt)
+        for module in self._losing:  # what the backward pass computes again adds nothing
+            module.added_losses = None
+        if not losses:
+            return nll
+        # the mean over sequences, each as often as it has targets: not one that only fills up
+        targets_b = (targets_bt != IGNORE_INDEX).sum(1)
+        added = (torch.stack(losses).sum(0) * targets_b).sum().to(nll.dtype)
+        return nll + (added - added.detach())  # its gradient alone
+
+    def _nll(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         count, device = tokens_bt.numel(), tokens_bt.device
         # in `evaluating` without a compiled graph, whole logits would only take memory
         if self.run_fused is not None and self.training and self.fuses_loss(count, device):

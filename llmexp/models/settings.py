@@ -7,6 +7,8 @@ from typing import Annotated, Any
 from llmexp.settings.rules import ONE_NUMBER, ShapeRule
 from llmexp.settings.values import Where, choice, count, knob, optional, where
 
+_SPARSE = where("model.n_experts")
+
 
 class Knobs:
     init_from = Annotated[
@@ -116,5 +118,79 @@ class Knobs:
             "full | autocast",
             acts=where("precision.kind", "auto", "bf16", "fp16"),
             default="full",
+        ),
+    ]
+
+    n_experts = Annotated[
+        int,
+        knob(
+            "experts in place of the MLP of each block; 0: a dense model", 16, at_least=0, default=0
+        ),
+    ]
+    experts_per_token = Annotated[
+        int, count("experts that each token is sent to", 2, acts=_SPARSE, default=2)
+    ]
+    d_expert = Annotated[
+        int | None,
+        count("features; width of an expert's MLP; null: d_ff", 768, acts=_SPARSE, default=None),
+    ]
+    n_shared_experts = Annotated[
+        int,
+        knob("experts that every token passes too", 1, at_least=0, acts=_SPARSE, default=0),
+    ]
+    first_dense_layers = Annotated[
+        int, knob("first blocks that keep their MLP", 1, at_least=0, acts=_SPARSE, default=0)
+    ]
+    router = Annotated[
+        str,
+        choice(
+            "an expert's score by its logit", "softmax | sigmoid", acts=_SPARSE, default="softmax"
+        ),
+    ]
+    norm_topk = Annotated[
+        bool,
+        knob("scores of a token's experts are divided by their sum", acts=_SPARSE, default=True),
+    ]
+    router_bias = Annotated[
+        bool, knob("a bias on the logits, trained as weights are", acts=_SPARSE, default=False)
+    ]
+    router_z_loss = Annotated[
+        float,
+        knob(
+            "factor on the mean squared log-sum-exp of a sequence's logits (ST-MoE: 1e-3)",
+            1e-3,
+            at_least=0,
+            acts=_SPARSE,
+            default=0.0,
+        ),
+    ]
+    balance = Annotated[
+        str,
+        choice(
+            "what loads experts evenly: a bias on their choice that moves by the load of whole "
+            "steps, or a loss of each sequence",
+            "bias | sequence | none",
+            acts=_SPARSE,
+            default="bias",
+        ),
+    ]
+    balance_rate = Annotated[
+        float,
+        knob(
+            "score; how far each step moves the bias of an expert",
+            1e-3,
+            above=0,
+            acts=where("model.balance", "bias"),
+            default=1e-3,
+        ),
+    ]
+    balance_loss = Annotated[
+        float,
+        knob(
+            "factor on the balance loss of a sequence, which is 1 where experts are loaded evenly",
+            1e-2,
+            above=0,
+            acts=where("model.balance", "sequence"),
+            default=1e-2,
         ),
     ]

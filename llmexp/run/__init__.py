@@ -73,6 +73,9 @@ class Facts:
     data: str = derived("the data in words", _DATA)
     model: str = derived("the model in words", "model")
     parameters: int = derived("parameters of the model, each once", "model vocab_size")
+    parameters_active: int | None = derived(
+        "of these, without experts that a token is not sent to", "model vocab_size", default=None
+    )
     max_position_embeddings: int | None = derived(
         "tokens; the longest sequence allowed", "model.max_position_embeddings"
     )
@@ -119,10 +122,12 @@ class Facts:
         "the checkpoint that a fork goes on from", "fork.run fork.step", default=None
     )
     parameters_with_head: int | None = derived(
-        "parameters without embedding tables, but with the head", "model vocab_size", default=None
+        "active parameters without embedding tables, but with the head",
+        "model vocab_size",
+        default=None,
     )
     parameters_in_blocks: int | None = derived(
-        "parameters of the matrices inside the blocks", "model", default=None
+        "active parameters of the matrices inside the blocks", "model", default=None
     )
     shape: str | None = derived(
         "how the model's sizes follow from one number",
@@ -251,7 +256,7 @@ class Run(Facts):
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
         absent = "initial memory parent compiled sources shape rule budget_given groups "
-        absent += "parametrization"
+        absent += "parametrization parameters_active"
         for key in absent.split():
             if not found[key]:
                 del found[key]

@@ -100,12 +100,13 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
         flops = f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of} "
         flops += f"({run.flops_formula})"
+    active = f", {run.parameters_active:,} of them active" if run.parameters_active else ""
     rows: list[tuple[str, str | None]] = [
         ("data", f"{run.data}; tokenizer {run.tokenizer}"),
         ("train", train),
         *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
-        ("model", f"{run.model}, {run.parameters:,} parameters"),
+        ("model", f"{run.model}, {run.parameters:,} parameters{active}"),
         ("shape", run.shape),
         ("begins with", run.initial),
         ("goes on from", _parent_text(run.parent) if run.parent else None),

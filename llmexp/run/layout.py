@@ -104,7 +104,7 @@ def check_tokens(length: int, tp: int) -> None:
 
 def check_split(model: dict[str, Any], tp: int) -> None:
     """Raise ConfigError where a model's sizes cannot be split over `tp` ranks."""
-    for key in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
+    for key in ("n_heads", "n_kv_heads", "d_ff", "d_expert", "vocab_size"):
         size = model.get(key)
         if isinstance(size, int) and size % tp:
             text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"

@@ -63,6 +63,10 @@ class Feature:
         """Return 0-dim figures of the step, which are `Outcome.more` when it is read."""
         return {}
 
+    def layers(self) -> dict[str, dict[str, Tensor]]:
+        """Return figures of the step by the names of blocks, for its line of layers.jsonl."""
+        return {}
+
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
         """Come after the step; `row`: what is known of its row, where one is due."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,13 @@ PARAMETERS = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_1_7b": 1_720_574_976,
     "smollm2_135m": 134_515_008,
+    # 320 tokens; 4 layers of attention, router, 8 experts and norms
+    "moe_tiny": 4 * (4 * 128**2 + 8 * 128 + 8 * 3 * 128 * 192 + 2 * 128) + 320 * 128 + 128,
+    "olmoe_1b_7b": 6_919_161_856,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
-FILLED_IN = {"gpt_tiny": 320, "llama_100m": 32768}
+ACTIVE = {"olmoe_1b_7b": 1_282_017_280, "qwen3_30b_a3b": 3_353_032_704}
+FILLED_IN = {"gpt_tiny": 320, "moe_tiny": 320, "llama_100m": 32768}
 
 
 def test_every_config_is_covered() -> None:
@@ -58,11 +64,17 @@ def test_config_builds_the_stated_model(name: str) -> None:
     assert model.flops_formula
     with_head, in_blocks = parameter_counts(model)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    inside = [s for name, s in shapes.items() if name.startswith("blocks.") and len(s) == 2]
-    assert in_blocks == sum(rows * columns for rows, columns in inside)
+    inside = {name: s for name, s in shapes.items() if name.startswith("blocks.") and len(s) > 1}
+    sent = arguments.get(
+        "experts_per_token", 0
+    )  # of (experts, rows, columns) a token takes so many
+    used = [s if len(s) == 2 else [sent, *s[1:]] for s in inside.values()]
+    idle = sum(map(math.prod, inside.values())) - sum(map(math.prod, used))
+    assert in_blocks == sum(map(math.prod, used))
+    assert PARAMETERS[name] - idle == ACTIVE.get(name, PARAMETERS[name] - idle)
     tables = [s for name, s in shapes.items() if "_embedding." in name]
     head = model.vocab_size * arguments["d_model"]
     tied = head if "head.weight" not in shapes else 0
-    assert with_head == PARAMETERS[name] - sum(a * b for a, b in tables) + tied
+    assert with_head == PARAMETERS[name] - idle - sum(a * b for a, b in tables) + tied
     attention = 12 * arguments["n_layers"] * 64 * model.blocks[0].attention.q_proj.out_features
     assert model.flops_per_token(64) == 6 * (in_blocks + head) + attention

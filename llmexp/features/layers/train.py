@@ -31,7 +31,7 @@ class LayerByLayer(Feature):
 
     def __init__(self, parts: Parts, setup: Setup, every: int | None, always: bool) -> None:
         self.every, self._always = every, always
-        self._mesh, self._model = setup.mesh, setup.model
+        self._mesh, self._model, self._features = setup.mesh, setup.model, setup.features
         self._layers = Layers(setup.mesh, setup.loss, parts.precision)
         self.last: deque[tuple[int, Taken]] = deque(maxlen=STEPS_KEPT)  # by step, on the device
         self._lines: Rows | None = None
@@ -53,7 +53,10 @@ class LayerByLayer(Feature):
 
     def updated(self, window: Window, skip: Any) -> None:
         if self._due(window):
-            self.last.append((window.step + 1, self._layers.after_update()))
+            taken = self._layers.after_update()
+            for figures_of in self._features.on("layers"):
+                taken |= figures_of()
+            self.last.append((window.step + 1, taken))
 
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
         if not self._wanted(window.step + 1):

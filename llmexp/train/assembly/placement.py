@@ -148,6 +148,9 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
     check_split(config.model, tp)
     if p.sequence_parallel:
         check_tokens(config.batch.sequence_length, tp)
+        if config.model.get("n_experts"):
+            text = "experts and their losses need the whole sequences"
+            raise refuse("unsupported", "parallelism.sequence_parallel", True, text, False)
         if not is_shipped(loss.model):
             text = f"{config.model['_target_']} is none of the models that know how to share tokens"
             raise refuse("unsupported", "parallelism.sequence_parallel", True, text, False)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from llmexp import features
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.models.common import parameter_counts
+from llmexp.models.common import idle_parameters, parameter_counts
 from llmexp.models.loss import SummedLoss
 from llmexp.run import Facts, Parent, Run, solve
 from llmexp.run.budget import TokenCost
@@ -76,6 +76,7 @@ def run_facts(
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
     with_head, in_blocks = parameter_counts(model)
+    parameters, idle = sum(p.numel() for p in model.parameters()), idle_parameters(model)
     return Facts(
         parallelism=config.parallelism.kind,
         layout=place.layout,
@@ -85,7 +86,8 @@ def run_facts(
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=redacted(corpus.description),
         model=redacted(label_of(section)) + dropout_words(model),
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
+        parameters_active=parameters - idle if idle else None,
         parameters_with_head=with_head,
         parameters_in_blocks=in_blocks,
         max_position_embeddings=getattr(model, "max_position_embeddings", None),

@@ -1,0 +1,217 @@
+"""Experts against a loop over tokens in float64: loss, every gradient, ties, experts without
+tokens, one token."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmexp.models import experts
+from llmexp.models.common import idle_parameters, parameter_counts
+from llmexp.models.experts import Experts, Router
+from llmexp.models.llama import Llama
+from llmexp.models.loss import SummedLoss
+from llmexp.models.recompute import recompute_blocks
+from llmexp.settings.values import ConfigError
+from tests.models.mixture import loops_in, window_loss
+
+END = 7  # the last id of a document
+SIZES = {"n_experts": 5, "d_expert": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "softmax": {"balance": "none"},
+    "not normed": {"balance": "none", "norm_topk": False, "experts_per_token": 3},
+    "sigmoid": {"balance": "none", "router": "sigmoid", "router_bias": True},
+    "shared": {"balance": "none", "n_shared_experts": 2, "first_dense_layers": 1},
+    "biased": {"balance": "bias", "router": "sigmoid"},
+    "sequence": {"balance": "sequence", "balance_loss": 0.5},
+    "both losses": {"balance": "sequence", "router": "sigmoid", "router_z_loss": 0.3},
+    "z alone": {"balance": "bias", "router_z_loss": 0.3, "norm": "post", "qk_norm": "full"},
+    "all experts": {"balance": "sequence", "experts_per_token": 5},
+    "one expert": {"balance": "sequence", "experts_per_token": 1, "norm_topk": False},
+}
+
+
+def mixture(**more: Any) -> Llama:
+    """Weights large enough that experts and tokens differ."""
+    torch.manual_seed(3)
+    model = Llama(40, 12, 2, 4, 2, 16, 12, **{**SIZES, **more}).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    for name, buffer in model.named_buffers():
+        assert name.endswith("balance_bias")
+        buffer.copy_(torch.randn(len(buffer)) * 0.2)
+    return model
+
+
+def how_of(more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "router": more.get("router", "softmax"),
+        "per_token": more.get("experts_per_token", 2),
+        "norm_topk": more.get("norm_topk", True),
+    }
+
+
+def batch(rows: int = 3, length: int = 12) -> tuple[Tensor, Tensor]:
+    """The first row has masked targets, the last has none that counts."""
+    torch.manual_seed(5)
+    tokens, targets = torch.randint(0, 40, (2, rows, length)).unbind()
+    if rows > 1:
+        targets[0, :5] = -100
+        targets[-1] = -100
+    return tokens, targets
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    assert all(p.grad is not None for p in model.parameters())
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def summed(model: Llama, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and gradients of SummedLoss."""
+    count = (targets != -100).sum()
+    nll = SummedLoss(model)(tokens, targets)
+    nll.backward(torch.ones_like(nll) / count)
+    return float(nll.detach() / count), gradients(model)
+
+
+def check_against_loop(more: dict[str, Any], tokens: Tensor, targets: Tensor, **attributes: Any):
+    model = mixture(**more)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    looped = copy.deepcopy(model)
+    loops = loops_in(looped, **how_of(more))
+    alpha = more.get("balance_loss", 0.01) if more["balance"] == "sequence" else 0.0
+    whole, want = window_loss(looped, loops, tokens, targets, alpha, more.get("router_z_loss", 0.0))
+    whole.backward()
+    loss, found = summed(model, tokens, targets)
+    assert loss == pytest.approx(want, rel=1e-13)  # the cross-entropy alone
+    for name, gradient in gradients(looped).items():
+        scale = gradient.abs().max()
+        assert (found[name] - gradient).abs().max() <= 1e-12 * max(scale, 1e-3), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_a_loop(case: str) -> None:
+    check_against_loop(CASES[case], *batch())
+
+
+@pytest.mark.parametrize("spans", [True, False])
+def test_inside_documents(spans: bool) -> None:
+    tokens, targets = batch()
+    tokens[:, 4] = END
+    targets[:, 4] = -100
+    check_against_loop(
+        CASES["both losses"], tokens, targets, document_end=END, document_spans=spans
+    )
+
+
+@pytest.mark.parametrize("case", ["biased", "both losses"])
+def test_a_batch_of_one_token(case: str) -> None:
+    check_against_loop(CASES[case], *batch(1, 1))
+
+
+def test_equal_scores_go_to_the_first_experts_in_any_batch() -> None:
+    model = mixture(balance="none", experts_per_token=2)
+    router: Router = model.blocks[0].mlp.router
+    x = torch.randn(4, 6, 16, dtype=torch.float64)
+    torch.nn.init.zeros_(router.weight)
+    for part in (x, x[:1], x[2:, 3:4], x.float()):
+        assert (router(part)[2] == torch.tensor([0, 1])).all()
+    routing = router.routing
+    biased = Router(16, routing.__class__(**{**vars(routing), "balance": "bias"}))
+    torch.nn.init.zeros_(biased.weight)
+    biased.balance_bias = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.5])
+    assert (biased(x.float())[2] == torch.tensor([1, 3])).all()
+
+
+def test_experts_without_a_token_have_gradients_of_zero() -> None:
+    model = mixture(balance="bias", router="sigmoid", experts_per_token=1)
+    for block in model.blocks:
+        block.mlp.router.balance_bias.copy_(torch.tensor([0.0, 9, 0, 0, 0]))
+    _, found = summed(model, *batch())
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        gradient = found[f"blocks.0.mlp.{name}.weight"]
+        assert gradient[1].any()
+        assert not gradient[[0, 2, 3, 4]].any()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_what_is_computed_again_adds_nothing(kind: str) -> None:
+    more = CASES["both losses"]
+    (loss, want), (again, found) = (
+        summed(model, *batch()) for model in (mixture(**more), recomputed(mixture(**more), kind))
+    )
+    assert loss == again
+    assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+
+
+def recomputed(model: Llama, kind: str) -> Llama:
+    recompute_blocks(model, kind)
+    return model
+
+
+def test_evaluation_adds_no_loss_and_one_pass_keeps_none() -> None:
+    model = mixture(balance="sequence")
+    loss = SummedLoss(model)
+    tokens, targets = batch()
+    with loss.evaluating():
+        value = loss(tokens, targets)
+    assert value == loss(tokens, targets)
+    assert all(m.added_losses is None for m in model.modules() if isinstance(m, Experts))
+
+
+def test_parameters_of_a_token_are_counted() -> None:
+    model = mixture(n_experts=8, experts_per_token=3, n_shared_experts=1, first_dense_layers=1)
+    expert, dense = 3 * 16 * 6, 3 * 16 * 12
+    attention = 2 * 16 * 16 + 2 * 16 * 8
+    assert idle_parameters(model) == 5 * expert
+    in_blocks = 2 * attention + dense + 4 * expert + 8 * 16
+    assert parameter_counts(model) == (in_blocks + 40 * 16 + 5 * 16, in_blocks)
+    assert model.flops_per_token(12) == 6 * (in_blocks + 40 * 16) + 12 * 2 * 12 * 16
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"experts_per_token": 6}, "model.experts_per_token"),
+        ({"first_dense_layers": 2}, "model.first_dense_layers"),
+        ({"biases": "all"}, "model.biases"),
+        ({"parametrization": "mup", "base_width": 8}, "model.parametrization"),
+    ],
+)
+def test_what_experts_cannot_be_with_is_refused(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Llama(40, 12, 2, 4, 2, 16, 12, **SIZES, **more)
+    assert refused.value.key == key
+
+
+def test_products_of_16_bits_are_rounded_once() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(9, 8).bfloat16(), torch.randn(3, 5, 8).bfloat16()
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    found = experts.grouped(x, weight, ends)
+    want = torch.cat((x[:4].double() @ weight[0].double().T, x[4:].double() @ weight[2].double().T))
+    assert torch.equal(found, want.bfloat16())
+    outer = experts.grouped_outer(found, x, ends)
+    assert outer.dtype == torch.bfloat16
+    assert not outer[1].any()
+    with FakeTensorMode() as fake:
+        given = [fake.from_tensor(t) for t in (x, weight, ends)]
+        assert experts.grouped(*given).shape == (9, 5)
+        assert experts.grouped_outer(given[0], given[0], given[2]).shape == (3, 8, 8)
+
+
+def test_first_weights_are_those_of_other_matrices() -> None:
+    torch.manual_seed(0)
+    model = Llama(40, 12, 2, 4, 2, 64, 128, n_experts=4)
+    block = model.blocks[0].mlp
+    assert block.gate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.router.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert block.down_proj.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not block.router.balance_bias.any()
+    assert not torch.equal(block.gate_proj.weight[0], block.gate_proj.weight[1])
