@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llmexp.mesh.groups import Mesh, gather_last, maximum
 from llmexp.mesh.sequence import share_tokens
+from llmexp.models.common import Weights
 from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
 from llmexp.models.operands import VocabShard
 from llmexp.settings.values import ConfigError
@@ -60,6 +62,11 @@ def split_layers(mesh: Mesh, loss: SummedLoss) -> None:
     assert mesh.tensor is not None
     parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model, mesh.sequence))
     for name, module in loss.model.named_modules():
+        if isinstance(module, Weights) and module.weight.ndim > 2:
+            _split_experts(mesh.tensor, module, name.endswith(_BY_ROW))
+        if hasattr(module, "over_width"):  # experts, of each of which a rank has a part
+            sums = functools.partial(_Summed.apply, mesh.tensor.get_group())
+            module.over_width = (functools.partial(_Copied.apply, mesh.tensor.get_group()), sums)
         if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
             module.split_over_ranks = True
         # its sum over the ranks may be under way still, which a compiled block cannot take
@@ -71,28 +78,51 @@ def split_layers(mesh: Mesh, loss: SummedLoss) -> None:
     loss.share_vocabulary(_vocab_shard(mesh, loss.model))
 
 
+def _split_experts(tensor: DeviceMesh, module: Weights, by_row: bool) -> None:
+    """Keep this rank's part of the width of each expert."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    placed = distribute_tensor(module.weight, tensor, [Shard(2 if by_row else 1)])
+    module.weight = nn.Parameter(placed)
+
+
+class _Copied(torch.autograd.Function):
+    """Tensors that all ranks have, each for its part of a sum: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = [gradient.clone() for gradient in gradients]
+        for gradient in found:
+            dist.all_reduce(gradient, group=ctx.group)
+        return None, *found
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the ranks' parts, whose gradient is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
 def _share_norms(mesh: Mesh, model: nn.Module, names: Sequence[str]) -> None:
     """Let each rank normalize its own heads, or its own tokens, with the same weights."""
     assert mesh.tensor is not None
     group = mesh.tensor.get_group()
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in names:
-            module.shared = functools.partial(_SumOfGradients.apply, group)
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """Weights that several ranks use, each for its own heads or tokens: gradients are the sums."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(weight.view_as(weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.cat(gradients)
-        dist.all_reduce(total, group=ctx.group)
-        return None, *total.split([len(gradient) for gradient in gradients])
+            module.shared = functools.partial(_Copied.apply, group)
 
 
 def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
@@ -122,12 +152,13 @@ def shard_parameters(
     keep = mesh.reduces_once  # whole parameters from the first micro-batch to the last
     for block in blocks_of(loss.model):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        rest = [m for m in block.modules() if not isinstance(m, nn.Linear) and _has_own(m)]
+        rest = [m for m in block.modules() if not _multiplies(m) and _has_own(m)]
         if gather_dtype is not None and not _has_own(block):
             policy = dataclasses.replace(
                 policy, param_dtype=gather_dtype, reduce_dtype=torch.float32
             )
-            # Norms: autocast computes with their fp32 values. Hooks would cut a compiled graph.
+            # Norms, routers: autocast computes with their fp32 values. Hooks would cut a
+            # compiled graph.
             if rest and not compiled:
                 fully_shard(rest, mesh=mesh.sharding, reshard_after_forward=not keep)
         fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep, mp_policy=policy)
@@ -144,6 +175,11 @@ def shard_parameters(
             )
         _keep_order(mesh, loss, compiled)
         root.set_reduce_scatter_unused_params(True)  # as `_reduce_unused` under DDP
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return whether autocast takes the weights of a module in the dtype of products."""
+    return isinstance(module, nn.Linear) or (isinstance(module, Weights) and module.weight.ndim > 2)
 
 
 def _has_own(module: nn.Module) -> bool:
