@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr
 
 from llmexp import mesh
+from llmexp.models.common import Weights
 from llmexp.settings.values import choice, count, knob, refuse
 from llmexp.update.optim import trained
 from llmexp.update.optimizers.adamw import adamw_of
@@ -67,8 +68,10 @@ def orthogonalize(matrix: Tensor, rows: Sequence[Triple], safety: float, eps: fl
     """Return U p(S) V^T for the matrix U S V^T over its norm; p is the polynomials' chain.
 
     Multiplications and their order are torch's (`torch.optim.Muon`), which takes the matrix in bf16
-    and no taller than wide.
+    and no taller than wide. Of several, as of experts, each is taken by itself.
     """
+    if matrix.ndim > 2:
+        return torch.stack([orthogonalize(one, rows, safety, eps) for one in matrix])
     norm = matrix.norm()
     x = matrix / (norm.clamp(min=eps) if safety == 1 else norm * safety + eps)
     for a, b, c in rows:
@@ -88,7 +91,9 @@ class Muon(torch.optim.Muon):
     no_rms = ""  # its AdamW has one
 
     def __init__(self, parameters: list[nn.Parameter], ns_coefficients: Any, **knobs: Any) -> None:
-        super().__init__(parameters, **knobs)
+        super().__init__([p for p in parameters if p.ndim == 2], **knobs)
+        if stacked := [p for p in parameters if p.ndim > 2]:  # a matrix for each expert
+            self.add_param_group({"params": stacked})
         polynomials(ns_coefficients, 1)  # refuses what is none
         torchs = ns_coefficients == "jordan"
         for group in self.param_groups:
@@ -139,8 +144,8 @@ class Muon(torch.optim.Muon):
         wanted = [g.lerp(m, beta) if group["nesterov"] else m for g, m in pairs]
         made = mesh.share_work(work, [_turned(w.bfloat16()) for w in wanted])
         for p, m, new_m, turned in zip(parameters, momenta, new, made, strict=True):
-            direction = turned if turned.shape == p.shape else turned.T
-            rate = _adjust_lr(lr, group["adjust_lr_fn"], p.shape)
+            direction = turned if turned.shape == p.shape else turned.mT
+            rate = _adjust_lr(lr, group["adjust_lr_fn"], p.shape[-2:])
             new_p = (p * (1 - lr * decay)).add_(direction, alpha=-rate)
             p.copy_(new_p if skip is None else torch.where(skip, p, new_p))
             m.copy_(new_m if skip is None else torch.where(skip, m, new_m))
@@ -148,7 +153,7 @@ class Muon(torch.optim.Muon):
 
 def _turned(matrix: Tensor) -> Tensor:
     """Return the matrix, or its transpose where it is taller than wide."""
-    return matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    return matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
 
 
 def muon(
@@ -185,8 +190,10 @@ def muon(
     outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     outer.add(id(getattr(model, "head_weight", None)))
     parameters = trained(model)
-    hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
-    rest = [p for p in parameters if p.ndim != 2 or id(p) in outer]
+    stacked = {id(m.weight) for m in model.modules() if isinstance(m, Weights)}  # of experts
+    hidden = [p for p in parameters if (p.ndim == 2 and id(p) not in outer) or id(p) in stacked]
+    taken = set(map(id, hidden))
+    rest = [p for p in parameters if id(p) not in taken]
     if not hidden:
         raise refuse(
             "unsupported", "optimizer", "muon", "the model has no hidden matrices", "adamw"
