@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmexp import features
 from llmexp.data.order import sequence_index
 from llmexp.data.sampler import Sampler
 from llmexp.train.assembly.assemble import Parts
@@ -30,7 +31,7 @@ from llmexp.update.optim import set_rate
 from llmexp.verify.clipping import Clipping
 
 MATMUL = re.compile(
-    r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"
+    r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|^grouped|scaled_dot_product|convolution|linear"
 )
 # of one forward and backward pass; sums over passes are exact, so this bounds memory alone
 PASS_TOKENS = 1024
@@ -205,13 +206,14 @@ def train_plainly(
     With `off` it computes under such errors. Loss: the sum of the cross-entropy over the valid
     targets / their number N, summed pass by pass. Gradient: that of nll / N, added up over the
     passes. Norm, clipping, rate and the skipping of a window without targets are as
-    docs/semantics.md has them.
+    docs/semantics.md has them, and so is what features `follow`.
     """
     keys = ("target_tokens", "lr", "train/loss", "grad_norm", "grad_norm_post_clip")
     found, update = Followed({key: [] for key in keys}), 0
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers, clipping = parts.build_optimizers(model), Clipping(parts.config.clip, model)
+    moves = [follow(model) for follow in features.offered("verify", "follow")]
     in_update = None
     if off is not None:
         in_update = Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
@@ -235,6 +237,8 @@ def train_plainly(
                 for optimizer in optimizers:
                     optimizer.step()
             clipping.limit_updates(optimizers, exact)
+            for move in moves:
+                move(targets)
             if in_update is not None:
                 for p in parameters:
                     in_update.disturb(p.detach(), in_update.sizes.unit)
@@ -258,12 +262,17 @@ def _backward(
     for p in parameters:
         p.grad = torch.zeros_like(p)
     losses = []
+    added = list[Tensor]()  # of each sequence, by its valid targets
+    losing: list[Any] = [m for m in model.modules() if hasattr(m, "added_losses")]
+    for module in losing:
+        module.added_losses = added
     with rounding or contextlib.nullcontext():
         size = max(1, PASS_TOKENS // rows.shape[1])
         for some, wanted in zip(rows.split(size), targets.split(size), strict=True):
             logits = logits_of(model, some[:, :-1]).flatten(0, 1)
             nll = F.cross_entropy(logits, wanted.flatten(), ignore_index=-100, reduction="sum")
-            loss = nll / count
-            loss.backward()
-            losses.append(loss.item())
+            own = (wanted != -100).sum(1)
+            ((nll + sum((loss * own).sum() for loss in added)) / count).backward()
+            losses.append((nll / count).item())
+            added.clear()
     return math.fsum(losses)
