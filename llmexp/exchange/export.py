@@ -54,6 +54,10 @@ class Stored:
 def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> Tensor:
     """Return a tensor of theirs, made of ours in the memory that it takes itself."""
     found = torch.empty(_shape(loaded, rule), dtype=dtype)
+    if rule.expert is not None:
+        (name,), number = rule.ours, rule.expert
+        box = [(number, number + 1), *((0, size) for size in found.shape)]
+        return found.copy_(read_tensor(loaded, name, box)[0])
     target = found.T if rule.transposed and found.ndim == 2 else found
     if len(rule.ours) == 1:
         parts = [target]
@@ -69,6 +73,8 @@ def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> 
 
 def _shape(loaded: Loaded, rule: NameRule) -> tuple[int, ...]:
     shapes = [loaded.model[name][0].shape for name in rule.ours]
+    if rule.expert is not None:
+        return shapes[0][1:]
     shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
     return shape[::-1] if rule.transposed else shape
 

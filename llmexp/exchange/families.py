@@ -7,10 +7,10 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, refuse
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,24 @@ class NameRule:
     """A tensor of Hugging Face: ours, one below another (dimension 0).
 
     They are transposed where Hugging Face keeps the input dimension first. {i} stands for the
-    number of a block.
+    number of a block, {e} for that of an expert, whose matrix is the one of this number in ours.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    expert: int | None = None
 
     def of_block(self, number: int) -> NameRule:
         ours = tuple(name.replace("{i}", str(number)) for name in self.ours)
-        return NameRule(self.theirs.replace("{i}", str(number)), ours, self.transposed)
+        return replace(self, theirs=self.theirs.replace("{i}", str(number)), ours=ours)
+
+    def of_experts(self, count: int) -> Iterator[NameRule]:
+        """Yield the rule of each expert; of what is none, the rule itself."""
+        for number in range(count) if "{e}" in self.theirs else ():
+            yield replace(self, theirs=self.theirs.replace("{e}", str(number)), expert=number)
+        if "{e}" not in self.theirs:
+            yield self
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Family:
     fixed: Mapping[str, Any]
     rules: tuple[NameRule, ...]
     ignored: tuple[str, ...]  # ends of the names of tensors that hold no weights of their own
+    mlp: tuple[NameRule, ...] = ()  # of first dense blocks, where the others have `experts`
+    experts: tuple[NameRule, ...] = ()
     absent: Mapping[str, Any] = field(default_factory=dict)
 
     def tensors(self, section: Mapping[str, Any]) -> Iterator[NameRule]:
@@ -58,6 +68,10 @@ class Family:
                 continue
             for number in range(section["n_layers"]):
                 yield rule.of_block(number)
+        for number in range(section["n_layers"]):
+            own = self.mlp if number < section.get("first_dense_layers", 0) else self.experts
+            for rule in own:
+                yield from rule.of_block(number).of_experts(section["n_experts"])
         if not section.get("tied_head", True):
             yield NameRule("lm_head.weight", ("head.weight",))
 
@@ -69,6 +83,10 @@ USUAL = {
     **OFF,
     "dropout": 0.0,
     "gelu": "tanh",
+    "experts_per_token": 2,
+    "norm_topk": True,
+    "d_expert": None,
+    "first_dense_layers": 0,
     "head_dim": None,
     "norm_eps": 1e-5,
     "rope_scaling": None,
@@ -133,8 +151,12 @@ def _decoder(
     fixed: Mapping[str, Any],
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     absent: Mapping[str, Any] | None = None,
+    experts: Mapping[str, str] | None = None,
 ) -> Family:
-    """Return a family of decoders: `norms` are their names of the two of a block."""
+    """Return a family of decoders: `norms` are their names of the two of a block.
+
+    `experts`: further sizes of a family with experts, our knob -> their key.
+    """
     block, there = "blocks.{i}.", "model.layers.{i}."
     biases = switches.get("biases", "none")
     rules = _layer("model.embed_tokens", "token_embedding")
@@ -144,8 +166,11 @@ def _decoder(
     if switches.get("qk_norm", "none") != "none":
         for name in ("q_norm", "k_norm"):
             rules += _layer(f"{there}self_attn.{name}", f"{block}attention.{name}")
+    mlp, sent = list[NameRule](), _layer(f"{there}mlp.gate", f"{block}mlp.router")
     for name in ("gate_proj", "up_proj", "down_proj"):
-        rules += _layer(f"{there}mlp.{name}", f"{block}mlp.{name}", bias=biases == "all")
+        mlp += _layer(f"{there}mlp.{name}", f"{block}mlp.{name}", bias=biases == "all")
+        sent += _layer(f"{there}mlp.experts.{{e}}.{name}", f"{block}mlp.{name}")
+    rules += [] if experts else mlp
     for theirs, ours in zip(norms, ("attention_norm", "mlp_norm"), strict=True):
         rules += _layer(f"{there}{theirs}", f"{block}{ours}")
     rules += _layer("model.norm", "final_norm")
@@ -164,10 +189,13 @@ def _decoder(
             "d_ff": "intermediate_size",
             "norm_eps": "rms_norm_eps",
             "tied_head": "tie_word_embeddings",
+            **(experts or {}),
         },
         fixed={"hidden_act": "silu", **fixed},
         rules=tuple(rules),
         ignored=("rotary_emb.inv_freq",),
+        mlp=tuple(mlp) if experts else (),
+        experts=tuple(sent) if experts else (),
         absent=absent or {},
     )
 
@@ -175,6 +203,11 @@ def _decoder(
 _PLAIN = {"attention_bias": False, "mlp_bias": False}
 _BIASED = {"attention_bias": True, "mlp_bias": True}
 _NO_WINDOW = {"use_sliding_window": False}
+_EXPERTS = {
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "norm_topk": "norm_topk_prob",
+}
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 FAMILIES = (
     _gpt2(),
@@ -208,6 +241,28 @@ FAMILIES = (
         {"attention_bias": False},
         _AFTER,
     ),
+    _decoder(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {"qk_norm": "full"},
+        {"attention_bias": False, "clip_qkv": None},
+        absent={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        experts=_EXPERTS,
+    ),
+    _decoder(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": "head"},
+        {"attention_bias": False, "decoder_sparse_step": 1, **_NO_WINDOW},
+        absent={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        experts=_EXPERTS | {"d_expert": "moe_intermediate_size"},
+    ),
 )
 
 
@@ -218,7 +273,11 @@ def family_of(section: Mapping[str, Any]) -> Family:
     """
     target = section["_target_"]
     ours = [family for family in FAMILIES if family.target == target]
+    if section.get("n_experts"):
+        _check_experts(section)
     for family in ours:
+        if bool(family.experts) != bool(section.get("n_experts")):
+            continue
         wanted = {key: family.switches.get(key, off) for key, off in OFF.items()}
         given = {key: section.get(key, off) for key, off in OFF.items()}
         if wanted["sliding_window"] is any and given["sliding_window"] is not None:
@@ -235,6 +294,18 @@ def family_of(section: Mapping[str, Any]) -> Family:
         "of another model, model.safetensors in a checkpoint's folder holds the weights under "
         "the names of its parameters",
     )
+
+
+def _check_experts(section: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what experts of transformers' families do not compute."""
+    plain = {"router": "softmax", "router_bias": False, "n_shared_experts": 0}
+    for key, value in plain.items():
+        if (given := section.get(key, value)) != value:
+            text = "no family of transformers that we write has such experts"
+            raise refuse("unsupported", f"model.{key}", given, text, value)
+    if section.get("balance", "bias") == "bias":
+        text = "no family of transformers that we write chooses experts by a bias of their own"
+        raise refuse("unsupported", "model.balance", "bias", text, "sequence")
 
 
 def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
@@ -257,6 +328,10 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
         found["rope_theta"] = knobs["rope_theta"]
         if knobs["rope_scaling"] is not None:
             found["rope_scaling"] = {"rope_type": "llama3", **knobs["rope_scaling"]}
+        if family.experts:
+            width = knobs.get("d_expert") or knobs["d_ff"]
+            found[family.sizes.get("d_expert", "intermediate_size")] = width
+            found["mlp_only_layers"] = list(range(knobs.get("first_dense_layers", 0)))
         if knobs["sliding_window"] is not None:
             found["sliding_window"] = knobs["sliding_window"]
             # else transformers warns of a regular expression that only older files have
@@ -279,6 +354,8 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
             "is trained by model=hf model.path=FOLDER",
         )
     family = next((f for f in known if _other(config, f) is None), known[0])
+    if "num_local_experts" in config:  # another name of the same
+        config = {"num_experts": config["num_local_experts"], **config}
     config = {**family.absent, **config}
     if (key := _other(config, family)) is not None:
         text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
@@ -296,6 +373,12 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
         knobs.setdefault("d_ff", 4 * knobs["d_model"])
         knobs["gelu"] = _gelu(config.get("activation_function", "gelu_new"), where)
         return family, knobs
+    if family.experts:
+        dense = config.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            text = f"{where}: mlp_only_layers={dense}: ours are the first blocks"
+            raise ConfigError("unsupported", text)
+        knobs["first_dense_layers"] = len(dense)
     knobs.setdefault("n_kv_heads", knobs["n_heads"])
     knobs.setdefault("tied_head", False)  # as in transformers
     width = knobs["d_model"] // knobs["n_heads"]
@@ -309,7 +392,7 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
 def _value(config: Mapping[str, Any], ours: str, theirs: str, where: str) -> Any:
     """Return the value of a knob of ours. Raises ConfigError for one of another type."""
     value = config[theirs]
-    kinds = {"norm_eps": float, "tied_head": bool}
+    kinds = {"norm_eps": float, "tied_head": bool, "norm_topk": bool}
     if type(value) is not (kind := kinds.get(ours, int)):
         raise ConfigError(
             "damaged_file", f"{where}: {theirs}={value!r}: must be of type {kind.__name__}"

@@ -34,6 +34,7 @@ from llmexp.system.redact import warn
 from llmexp.system.text import first_of
 
 FLOATS = {"F64", "F32", "BF16", "F16"}
+STARTS_AT_0 = ".balance_bias"  # a tensor that files may lack
 GROWING = ("vocab_size", "max_position_embeddings")
 # An option of each class of ours; the sizes of another one come from the folder.
 OPTIONS = {"llmexp.models.gpt2.GPT2": "gpt2_small", "llmexp.models.llama.Llama": "llama_100m"}
@@ -209,7 +210,8 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     growing = _growing(source, section, hasattr(model, "position_embedding"))
     own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     covered = {name for rule in source.rules for name in rule.ours}
-    wrong = sorted(own.keys() ^ covered)
+    lacking = {name for name in own.keys() - covered if not name.endswith(STARTS_AT_0)}
+    wrong = sorted(lacking | (covered - own.keys()))
     wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
     if wrong:
         raise ConfigError("wrong_weights", f"has other tensors; differing: {first_of(wrong, 8)}")
@@ -253,6 +255,8 @@ def _fits(
     if any(name not in own for name in rule.ours):
         return True  # named before
     given = source.shapes[rule.theirs]
+    if rule.expert is not None:
+        return given == own[rule.ours[0]][1:]
     given = given[::-1] if rule.transposed else given
     shapes = [own[name] for name in rule.ours]
     wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
@@ -271,6 +275,9 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
     """
     own, factor = named_tensors(model), multipliers(section)
     for rule in source.rules:
+        if rule.expert is not None:
+            _take_expert(own[rule.ours[0]], source, rule)
+            continue
         shape = source.shapes[rule.theirs]
         turned = rule.transposed and len(shape) == 2
         start, rows = 0, shape[::-1][0] if turned else math.prod(shape[:1])
@@ -289,3 +296,17 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
                 target = held[:count] if shape else held
                 target.copy_(part if ratio == 1 else part.double() * ratio)
             start += rows
+
+
+def _take_expert(own: Tensor, source: WeightSource, rule: NameRule) -> None:
+    """Copy what this rank holds of the matrix of an expert. Raises ConfigError as `begin_with`."""
+    piece, number = piece_of(own), rule.expert or 0
+    at = number - piece.offset[0]
+    if not (0 <= at < len(piece.local) and piece.local.numel()):
+        return
+    held = piece.local[at]
+    box = [(a, a + n) for a, n in zip(piece.offset[1:], held.shape, strict=True)]
+    part = source.read(rule.theirs, box)
+    if not all_finite(part):
+        raise ConfigError("not_finite", f"{rule.theirs} has values that are not finite")
+    held.copy_(part)

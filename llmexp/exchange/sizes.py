@@ -12,7 +12,16 @@ from llmexp.runs import rundir
 from llmexp.runs.naming import named_checkpoint
 
 # Knobs that two models with the same weights may have otherwise.
-FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained")
+FREE: tuple[str, ...] = (
+    "_target_",
+    "dropout",
+    "residual",
+    "init_from",
+    "init_grow",
+    "path",
+    "pretrained",
+)
+FREE += ("balance", "balance_rate", "balance_loss", "router_z_loss")
 CONVERTED = ("parametrization", "base_width")  # by factors on weights: `multipliers`
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SCALING["original_max_position_embeddings"] = 16
 # Multipliers 1/4 and 8 / sqrt(16): powers of two, so that weights come back as they were.
 MUP = {"parametrization": "mup", "base_width": 12}
 GROUPED: dict[str, Any] = SIZES | {"n_kv_heads": 2, "rope_theta": 100.0, "norm_eps": 1e-4}
+EXPERTS = GROUPED | {"n_experts": 5, "balance": "sequence", "tied_head": False}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "gpt2": (GPT2, SIZES),
     "gpt2, exact gelu": (GPT2, SIZES | {"gelu": "exact"}),
@@ -50,6 +52,8 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "qwen3": (Llama, GROUPED | {"qk_norm": "head", "head_dim": 12}),
     "olmo2": (Llama, GROUPED | {"qk_norm": "full", "norm": "post", "tied_head": False}),
     "mistral": (Llama, GROUPED | {"sliding_window": 5, "tied_head": False}),
+    "olmoe": (Llama, EXPERTS | {"qk_norm": "full", "norm_topk": False, "experts_per_token": 3}),
+    "qwen3_moe": (Llama, EXPERTS | {"qk_norm": "head", "d_expert": 20, "first_dense_layers": 1}),
 }
 # Under 200 sums of at most 80 terms one after another, each good to 80 x 1.1e-16, times ten.
 TOLERANCE = 2e-11
@@ -106,7 +110,18 @@ def in_fp64(reference: nn.Module, knobs: dict[str, Any]) -> None:
         both = torch.from_numpy(np.concatenate((table, table), axis=-1))[None]
         return both.cos(), both.sin()
 
+    def scored(module: Any) -> Any:
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = x.reshape(-1, x.shape[-1]) @ module.weight.T
+            best, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
+            best = best / best.sum(-1, keepdim=True) if module.norm_topk_prob else best
+            return logits, best, chosen
+
+        return forward
+
     for module in reference.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = scored(module)
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = norm(module)
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -132,6 +147,21 @@ def angles(length: int, width: int, theta: float, scaling: dict[str, float] | No
     return np.arange(length)[:, None] * np.array(frequencies)[None, :]
 
 
+def one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as files have them: transformers holds the experts of a layer together."""
+    for name, tensor in tensors.items():
+        base, _, last = name.rpartition(".")
+        if not base.endswith(".experts"):
+            yield name, tensor
+            continue
+        for number, of_one in enumerate(tensor):
+            parts = {last: of_one}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), of_one.chunk(2), strict=True))
+            for part, value in parts.items():
+                yield f"{base}.{number}.{part}.weight", value
+
+
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max()))
 
@@ -142,7 +172,7 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="sdpa"
+        folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
     )
     assert kind.split(",")[0] == reference.config.model_type
     tokens_bt = torch.randint(0, 61, (2, 24))
@@ -160,7 +190,7 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
     assert abs(losses[0] - losses[1]) < TOLERANCE
     for loss in losses:
         loss.backward()
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    gradients = dict(one_by_one({name: p.grad for name, p in reference.named_parameters()}))
     family, _ = reading.from_config(reference.config.to_dict(), "there")
     own, factor = dict(model.named_parameters()), multipliers(section)
     seen = set()
@@ -168,6 +198,7 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
         expected = gradients[rule.theirs]
         expected = expected.T if rule.transposed and expected.ndim == 2 else expected
         grads = [own[name].grad / factor(name) for name in rule.ours]
+        grads = grads if rule.expert is None else [grads[0][rule.expert]]
         assert close(torch.cat(grads), expected), rule.theirs
         seen |= set(rule.ours)
     assert seen == set(own)
@@ -207,7 +238,9 @@ def test_weights_beyond_a_dtype_are_not_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe", "qwen3_moe"]
+)
 def test_keys_that_are_absent_mean_what_they_mean_to_transformers(kind: str) -> None:
     if kind == "gpt2":
         given: dict[str, Any] = {"n_positions": 8, "n_layer": 2, "n_head": 4, "n_embd": 64}
