@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import time
 from collections.abc import Sequence
@@ -85,6 +86,19 @@ class Checker:
                 "failed", f"the check of the sweep's points ended with exit code {code}"
             )
         return found
+
+
+@dataclass
+class Job:
+    """A run that was submitted, and what its launcher knows of it."""
+
+    point: Point
+    handle: Any  # a process, a task of Ray, or the id of a Slurm job
+    devices: list[str] = field(default_factory=list)
+    seen: Any = None  # by the last look: signs of life, or what was shown
+    seen_at: float = field(default_factory=time.monotonic)
+    ended_at: float = math.inf  # when it was first found to have ended
+    cause: str = ""  # why it was ended from here
 
 
 @dataclass

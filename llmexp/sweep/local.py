@@ -7,13 +7,12 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import Current, Job
 from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on
 from llmexp.system.fileio import last_line
@@ -24,45 +23,26 @@ _LOOK_S = 1.0  # between looks for a sign of life
 STDERR = "stderr.log"
 
 
-@dataclass
-class Active:
-    """A point under way."""
-
-    point: Point
-    process: subprocess.Popen[bytes]
-    devices: list[str]
-    sign: tuple[float, ...] = ()  # of life
-    sign_at: float = field(default_factory=time.monotonic)
-    cause: str = ""  # why it was ended from here
-    killed_at: float | None = None
-
-
 class Local:
     """Run each point as soon as its devices are free; on a CPU, sweep.max_parallel at once."""
 
     pause_s = 0.1
-    busy = ()
 
     def __init__(self, current: Current, points: Sequence[Point], display: object = None) -> None:
         self._current, self._knobs = current, current.knobs
         self._free = visible_devices(max((p.facts.devices for p in points), default=0))
         self._most = self._knobs.max_parallel or len(self._free) or 1
         self.slots = self._knobs.at_once(len(self._free), [self._need(p) for p in points])
-        self._active: list[Active] = []
-
-    def start(self, waiting: list[Point]) -> None:
-        """Start points in their order."""
-        while waiting and not self._current.over and len(self._active) < self._most:
-            need = self._need(waiting[0])
-            if need > len(self._free):
-                return
-            devices, self._free = self._free[:need], self._free[need:]
-            self._begin(waiting.pop(0), devices)
+        self.found: list[Job] = []
 
     def _need(self, point: Point) -> int:
         return self._knobs.devices_of(point.facts.ranks, point.facts.devices)
 
-    def _begin(self, point: Point, devices: list[str]) -> None:
+    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+        """Start a point, the first one that waits."""
+        if len(jobs) >= self._most or (need := self._need(waiting[0])) > len(self._free):
+            return []
+        point, devices, self._free = waiting.pop(0), self._free[:need], self._free[need:]
         self._current.began(point.entry)
         try:
             process = start_point(point, devices, self._most)
@@ -70,33 +50,30 @@ class Local:
             record_end(point.path, "failed", REFUSED, str(error))
             self._free += devices
             self._current.ended(point.entry)
-        else:
-            self._current.ledger.update(point.entry, forked=isinstance(process, Forked))
-            self._active.append(Active(point, process, devices))
+            return []
+        self._current.ledger.update(point.entry, forked=isinstance(process, Forked))
+        return [Job(point, process, devices)]
 
-    def poll(self) -> bool:
-        for one in list(self._active):
-            code = one.process.poll()
+    def look(self, jobs: Sequence[Job]) -> list[Job]:
+        ended = []
+        for job in jobs:
+            code, path = job.handle.poll(), job.point.path
             if code is None:
-                end_if_silent(one, self._knobs.silence_s)
+                end_if_silent(job, self._knobs.silence_s)
                 continue
-            if code < 0:  # its ranks save
-                one.killed_at = one.killed_at or time.monotonic()
-                if not rundir.is_vacant(one.point.path, one.killed_at):
-                    continue
-            self._active.remove(one)
-            self._free += one.devices
-            record_left(one.point.path, code, one.cause, stopped=self._current.stopped)
-            self._current.ended(one.point.entry)
-        return bool(self._active)
+            job.ended_at = min(job.ended_at, time.monotonic())
+            if code < 0 and not rundir.is_vacant(path, job.ended_at):
+                continue  # its ranks save
+            self._free += job.devices
+            record_left(path, code, job.cause, stopped=self._current.stopped)
+            ended.append(job)
+        return ended
 
-    def stop(self, number: int) -> int:
-        for one in self._active:
-            pass_on(one.process, number)
-        return len(self._active)
-
-    def cancel_waiting(self) -> None:
-        """Do nothing: what waits has not been handed to anybody."""
+    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+        if signal is not None:
+            for job in jobs:
+                pass_on(job.handle, signal)
+        return len(jobs)
 
 
 def visible_devices(count: int) -> list[str]:
@@ -117,20 +94,19 @@ def start_point(point: Point, devices: Sequence[str], slots: int) -> subprocess.
     return start_worker(str(point.path), log=point.path / STDERR, env=env)
 
 
-def end_if_silent(one: Active, silence_s: float | None) -> None:
+def end_if_silent(job: Job, silence_s: float | None) -> None:
     """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
     now = time.monotonic()
-    if silence_s is None or now - one.sign_at < min(_LOOK_S, silence_s):
+    if silence_s is None or now - job.seen_at < min(_LOOK_S, silence_s):
         return
-    path = one.point.path
     names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"
-    files = [path / name for name in names]
-    sign = tuple(file.stat().st_mtime for file in files if file.exists())
-    if sign != one.sign:
-        one.sign, one.sign_at = sign, now
-    elif now - one.sign_at > silence_s:
-        one.cause = f"no sign of life for {silence_s:g} s (sweep.silence_s); it was ended"
-        kill_family(one.process.pid)  # a rank that hangs heeds nothing less
+    files = [job.point.path / name for name in names]
+    seen = tuple(file.stat().st_mtime for file in files if file.exists())
+    if seen != job.seen:
+        job.seen, job.seen_at = seen, now
+    elif now - job.seen_at > silence_s:
+        job.cause = f"no sign of life for {silence_s:g} s (sweep.silence_s); it was ended"
+        kill_family(job.handle.pid)  # a rank that hangs heeds nothing less
 
 
 def record_left(path: Path, code: int, cause: str, *, stopped: bool) -> None:

@@ -20,7 +20,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts
 from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import AUTO, ConfigError, knob, refuse
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import Current, Job
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED
@@ -88,7 +88,6 @@ class Ray:
 
     pause_s = 0.2
     slots = 1
-    busy = ()
 
     def __init__(self, current: Current, points: Sequence[Point], display: object) -> None:
         """Connect to the cluster. Raises ConfigError where there is none that is large enough."""
@@ -96,9 +95,7 @@ class Ray:
 
         knobs: Knobs = current.place
         self._ray, self._current, self._knobs = ray, current, knobs
-        self._left: dict[Any, Point] = {}
-        self._done: dict[Any, float] = {}  # since when tasks have ended
-        self._running: set[Path] = set()
+        self.found: list[Job] = []
         if not ray.is_initialized():
             connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
             current.stack.callback(ray.shutdown)
@@ -106,46 +103,39 @@ class Ray:
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
         self._environment = kept | {"PWD": os.getcwd()}
 
-    def start(self, waiting: list[Point]) -> None:
-        most = self._current.knobs.max_parallel or len(waiting) + len(self._left)
-        while waiting and len(self._left) < most:
-            point = waiting.pop(0)
-            cpus, gpus = needs(point.facts, self._knobs)
-            room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
-            remote = self._ray.remote(train_task).options(**room)
-            self._left[remote.remote(str(point.path.absolute()), self._environment)] = point
+    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+        """Submit a task for the first point that waits."""
+        most = self._current.knobs.max_parallel
+        if most is not None and len(jobs) >= most:
+            return []
+        point = waiting.pop(0)
+        cpus, gpus = needs(point.facts, self._knobs)
+        room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
+        task = self._ray.remote(train_task).options(**room)
+        return [Job(point, task.remote(str(point.path.absolute()), self._environment))]
 
-    def poll(self) -> bool:
-        if not self._left:
-            return False
-        handles = list(self._left)
-        done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
-        for handle in done:
-            point = self._left[handle]
-            if not rundir.is_vacant(point.path, self._done.setdefault(handle, time.monotonic())):
-                continue  # it saves
-            del self._left[handle]
-            self._running.discard(point.path)
-            _finish(self._ray, handle, point.path, stopped=self._current.stopped)
-            self._current.ended(point.entry)
-        for point in self._left.values():
-            state = rundir.read_status(point.path).get("state")
-            if point.path not in self._running and state == "running":
-                self._running.add(point.path)
-                self._current.began(point.entry)
-                self._current.ledger.look(point.entry)
-        return bool(self._left)
+    def look(self, jobs: Sequence[Job]) -> list[Job]:
+        ended, handles = [], [job.handle for job in jobs]
+        done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0) if jobs else ([], ())
+        for job in jobs:
+            path = job.point.path
+            if job.handle in done:
+                job.ended_at = min(job.ended_at, time.monotonic())
+                if rundir.is_vacant(path, job.ended_at):  # else it saves
+                    _finish(self._ray, job.handle, path, stopped=self._current.stopped)
+                    ended.append(job)
+            elif not job.seen and rundir.read_status(path).get("state") == "running":
+                job.seen = True
+                self._current.began(job.point.entry)
+                self._current.ledger.look(job.point.entry)
+        return ended
 
-    def stop(self, number: int) -> int:
-        """End all tasks, whatever the signal is."""
-        for handle in self._left:
-            self._ray.cancel(handle)
-        return len(self._running)
-
-    def cancel_waiting(self) -> None:
-        for handle, point in self._left.items():
-            if point.path not in self._running:
-                self._ray.cancel(handle)
+    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+        """End all tasks, whatever the signal is; without one, those that have not begun."""
+        for job in jobs:
+            if signal is not None or not job.seen:
+                self._ray.cancel(job.handle)
+        return sum(bool(job.seen) for job in jobs)
 
 
 def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from llmexp.settings.convert import convert_section
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import Current, Job
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import is_longer
 from llmexp.sweep.points import Point
@@ -43,19 +43,19 @@ class Launcher(Protocol):
 
     pause_s: float  # between two looks
     slots: int  # points that run at once, where that is known
-    busy: Collection[Path]  # folders of points that are at work there already
+    found: list[Job]  # of these points, that are at work there already
 
-    def start(self, waiting: list[Point]) -> None:
-        """Start what there is room for, and take it from the list."""
+    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+        """Start what there is room for beside the jobs, and take it from the list of points."""
 
-    def poll(self) -> bool:
-        """Record what has changed; return whether anything is left to wait for."""
+    def look(self, jobs: Sequence[Job]) -> list[Job]:
+        """Show and record what has changed; return the jobs that have ended."""
 
-    def stop(self, number: int) -> int:
-        """Pass a signal on; return how many runs are under way and save a checkpoint first."""
+    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+        """Pass a signal on; without one, take back what has not begun.
 
-    def cancel_waiting(self) -> None:
-        """Take back what has not begun."""
+        Return how many runs save a checkpoint first. Jobs that are not waited for leave the list.
+        """
 
 
 def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
@@ -79,23 +79,25 @@ def drive(launcher: Launcher, waiting: list[Point], current: Current, display: D
 
     None starts after a signal, which is passed on, or after a failure that ends the sweep.
     """
-    passed_on, cancelled, left = 0, False, True
+    passed_on, cancelled, jobs = 0, False, launcher.found
     display.slots = launcher.slots
-    while left:
+    while jobs or (waiting and not current.over):
         for signal in current.signals[passed_on:]:
-            saving = launcher.stop(signal)
+            saving = launcher.cancel(jobs, signal)
             if saving and not passed_on:
                 verb = "saves" if saving == 1 else "save"
                 display.line(f"stopping: {saving} under way {verb} a checkpoint first")
             passed_on += 1
         if current.halted and not cancelled:
             cancelled = True
-            launcher.cancel_waiting()
-        if not current.over:
-            launcher.start(waiting)
-        left = launcher.poll() or bool(waiting and not current.over)
+            launcher.cancel(jobs, None)
+        while waiting and not current.over and (started := launcher.submit(waiting, jobs)):
+            jobs += started
+        for job in launcher.look(jobs):
+            jobs.remove(job)
+            current.ended(job.point.entry)
         display.tick()
-        time.sleep(launcher.pause_s if left else 0)
+        time.sleep(launcher.pause_s if jobs or (waiting and not current.over) else 0)
 
 
 def halving_rungs(knobs: Sweep) -> list[float]:
@@ -217,21 +219,28 @@ def run_once(current: Current, points: Sequence[Point]) -> None:
     # jobs are reported with their ids
     display = show.Display(current.ledger, current.launcher != "slurm")
     launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
-    free, since = [], time.monotonic()
-    for point in points:
-        if point.path in launcher.busy:
-            continue
-        if is_free(point.path, current, since):
-            free.append(point)
-        else:
-            name = show.name_of(point.entry, current.ledger.swept)
-            say(f"{name}  left alone: another process is training there")
+    there, since = {job.point.path for job in launcher.found}, time.monotonic()
+    free = [p for p in points if p.path not in there and is_free(p, current, since)]
     queued = queue(current, free)
     if current.over:
         return
     with display:
         drive(launcher, queued, current, display)
         display.tick()
+
+
+def is_free(point: Point, current: Current, since: float) -> bool:
+    """Return whether nobody trains there; report it where somebody does.
+
+    A run whose sweep was killed has time to save and leave, `since` this one began.
+    """
+    while not rundir.is_vacant(point.path, since) and not current.over:
+        time.sleep(0.2)
+    if not rundir.is_held(point.path):
+        return True
+    name = show.name_of(point.entry, current.ledger.swept)
+    say(f"{name}  left alone: another process is training there")
+    return False
 
 
 def queue(current: Current, points: Sequence[Point]) -> list[Point]:
@@ -246,13 +255,3 @@ def queue(current: Current, points: Sequence[Point]) -> list[Point]:
         say(f"{show.name_of(point.entry, ledger.swept)}  not started: {point.entry.error}")
         current.halted |= current.knobs.stop_on_failure
     return queued
-
-
-def is_free(path: Path, current: Current, since: float) -> bool:
-    """Return whether nobody trains there.
-
-    A run whose sweep was killed has time to save and leave, `since` this one began.
-    """
-    while not rundir.is_vacant(path, since) and not current.over:
-        time.sleep(0.2)
-    return not rundir.is_held(path)

@@ -19,7 +19,7 @@ from llmexp.runs.ending import Left, conclude_run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, count, knob, refuse
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import Current, Job
 from llmexp.sweep.points import Point
 from llmexp.sweep.show import Display, name_of
 from llmexp.sweep.slurm_job import client, states
@@ -169,23 +169,13 @@ def fixed_here(config: Config, path: Path) -> str:
     return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
 
 
-@dataclass
-class Submitted:
-    """A job that was submitted for a point."""
-
-    point: Point
-    job: str
-    shown: str = ""
-    gone_at: float = math.inf  # when Slurm first had it as ended
-
-
-def live_jobs(points: Sequence[Point]) -> list[Submitted]:
+def live_jobs(points: Sequence[Point]) -> list[Job]:
     """Return earlier jobs of these points that have not ended. Raises ConfigError."""
     known = []
     for point in points:
         with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
             job = fileio.read_json(point.path / JOB).get("job_id")
-            known.append(Submitted(point, str(job)))
+            known.append(Job(point, str(job)))
     if not known:
         return []
     try:
@@ -193,7 +183,7 @@ def live_jobs(points: Sequence[Point]) -> list[Submitted]:
     except OSError as error:
         text = "whether earlier jobs are still there is not known"
         raise ConfigError("failed", f"hydra/launcher=slurm: {text}: {error}") from None
-    return [one for one in known if one.job in found and found[one.job][0] not in OVER]
+    return [job for job in known if found.get(job.handle, OVER)[0] not in OVER]
 
 
 class Slurm:
@@ -209,20 +199,17 @@ class Slurm:
     def __init__(self, current: Current, points: Sequence[Point], display: Display) -> None:
         """Find the jobs of an earlier command for these points. Raises ConfigError."""
         self._current, self._say = current, display.line
-        self._jobs = live_jobs(points)
-        self.busy = [one.point.path for one in self._jobs]
-        if self._jobs:
-            verb = "is" if len(self._jobs) == 1 else "are"
-            self._say(f"{plural(len(self._jobs), 'job')} submitted before {verb} still there")
+        self.found = live_jobs(points)
+        if self.found:
+            verb = "is" if len(self.found) == 1 else "are"
+            self._say(f"{plural(len(self.found), 'job')} submitted before {verb} still there")
         self._states: dict[str, tuple[str, str]] = {}
         self._answers = True
         self._changed_at = self._next_look = time.monotonic()
         self._cancelled: list[Path] = []
 
-    def start(self, waiting: list[Point]) -> None:
+    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
         """Submit all, one job array for those that need the same nodes. Raises ConfigError."""
-        if not waiting:
-            return
         if note := fixed_here(waiting[0].config, waiting[0].path):
             self._say(f"note: {note}")
         ledger = self._current.ledger
@@ -233,77 +220,76 @@ class Slurm:
             run = point.facts.run
             shape = (run["nnodes"], run["nproc_per_node"], run["device"])
             alike.setdefault(shape, []).append(point)
-        submitted: list[Submitted] = []
+        submitted: list[Job] = []
         for number, points in enumerate(alike.values()):
             script = where / f"jobs-{number}.sh"
             paths = [point.path for point in points]
             try:
                 ids = submit_array(paths, self._current.place, script, f"llmexp-{ledger.name}")
             except OSError as error:
-                before = ", ".join(one.job for one in submitted)
+                before = ", ".join(job.handle for job in submitted)
                 text = f"sbatch refused the jobs: {error}"
                 text += f"; submitted before: {before}" if before else ""
                 raise ConfigError("failed", f"hydra/launcher=slurm: {text}") from None
             for point, job in zip(points, ids, strict=True):
                 fileio.write_json(point.path / JOB, {"job_id": job})
-                submitted.append(Submitted(point, job))
+                submitted.append(Job(point, job))
         for point in waiting:
             ledger.update(point.entry, attempts=point.entry.attempts + 1)
         count = plural(len(submitted), "job")
         self._say(f"{count} submitted; what their processes print is in {where}")
-        self._jobs += submitted
         waiting.clear()
+        return submitted
 
-    def poll(self) -> bool:
+    def look(self, jobs: Sequence[Job]) -> list[Job]:
         now = time.monotonic()
-        if now >= self._next_look:
-            self._ask_slurm()
-            self._jobs = [one for one in self._jobs if not self._is_over(one, now)]
-            self._next_look = now + (1 if now - self._changed_at < 60 else 10)
-        return bool(self._jobs)
-
-    def _ask_slurm(self) -> None:
+        if now < self._next_look:
+            return []
         try:
             self._states, self._answers = states(), True
         except OSError as error:
             if self._answers:
                 self._say(f"Slurm does not answer ({error}); waiting on")
             self._answers = False
+        ended = [job for job in jobs if self._is_over(job, now)]
+        self._next_look = now + (1 if now - self._changed_at < 60 else 10)
+        return ended
 
-    def _is_over(self, one: Submitted, now: float) -> bool:
+    def _is_over(self, job: Job, now: float) -> bool:
         """Report a change of a job's state; return whether that is the last one."""
-        state, reason = self._states.get(one.job, ("", ""))
+        state, reason = self._states.get(job.handle, ("", ""))
         gone = self._answers and (state in OVER or not state)
-        one.gone_at = min(one.gone_at, now) if gone else math.inf
-        settled = now - one.gone_at >= SETTLE_S
-        path, entry = one.point.path, one.point.entry
+        job.ended_at = min(job.ended_at, now) if gone else math.inf
+        settled = now - job.ended_at >= SETTLE_S
+        path, entry = job.point.path, job.point.entry
         cancelled = path in self._cancelled
-        text, over = look(path, one.job, state, reason, settled, cancelled)
-        if over:
-            self._current.ended(entry)
-        else:  # a job runs before its run says so
+        text, over = look(path, job.handle, state, reason, settled, cancelled)
+        if not over:  # a job runs before its run says so
             self._current.ledger.look(entry, alive=True)
-        if text != one.shown:
-            one.shown, self._changed_at = text, now
-            self._say(f"{one.job:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
+        if text != job.seen:
+            job.seen, self._changed_at = text, now
+            self._say(f"{job.handle:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
         return over
 
-    def stop(self, number: int) -> int:
-        if self._jobs and self.poll():
-            arrays = dict.fromkeys(one.job.partition("_")[0] for one in self._jobs)
+    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+        """Leave the jobs alone; without a signal, take those back that have not started."""
+        if signal is None:
+            own = {job.handle: rundir.read_status(job.point.path).get("state") for job in jobs}
+            queued = [job for job in jobs if own[job.handle] == "queued"]
+            self._cancelled = [job.point.path for job in queued]
+            if queued:
+                with contextlib.suppress(OSError):
+                    client("scancel", "--state=PENDING", *(job.handle for job in queued))
+            return 0
+        for job in self.look(jobs):
+            jobs.remove(job)
+            self._current.ended(job.point.entry)
+        if jobs:
+            arrays = dict.fromkeys(job.handle.partition("_")[0] for job in jobs)
             way = f"to cancel them: scancel {' '.join(arrays)}"
             self._say(f"the jobs go on without this command; {way}")
-        self._jobs = []
+        jobs.clear()
         return 0
-
-    def cancel_waiting(self) -> None:
-        """Take those jobs out of the queue that have not started."""
-        left = [(one, rundir.read_status(one.point.path)) for one in self._jobs]
-        waiting = [one for one, status in left if status.get("state") == "queued"]
-        self._cancelled = [one.point.path for one in waiting]
-        if waiting:
-            with contextlib.suppress(OSError):
-                client("scancel", "--state=PENDING", *(one.job for one in waiting))
 
 
 def look(
