@@ -79,7 +79,7 @@ def test_only_commands_import_ours_inside_functions():
     )
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
-        if name == "llmexp.sweep.batch":
+        if name == "llmexp.sweep.answer":
             late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
         if room(name) in ("train", "features", "compose", "data", "mesh", "models", "run"):
             late = {module for module in late if not module.startswith(optional)}

@@ -10,8 +10,10 @@ from llmexp.compose import app, command_line, origin
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.section import build_plan
 from llmexp.runs import rundir
+from llmexp.runs.ledger import is_sweep, read_ledger
 from llmexp.runs.rundir import refuse_folder
 from llmexp.settings.values import refuse
+from llmexp.sweep.composer import Composer
 from llmexp.sweep.points import load_points, split_duplicates
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ def planned(args: Any) -> Planned | PlannedSweep:
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
             from llmexp.sweep.deciding import seeded
-            from llmexp.sweep.main import points_of, section_of
+            from llmexp.sweep.grid import points_of
+            from llmexp.sweep.main import section_of
 
             knobs, where = section_of(cfg)
             if knobs.search.trials is not None:
@@ -53,8 +56,9 @@ def planned(args: Any) -> Planned | PlannedSweep:
                 )
             grid, seeds = points_of(cfg, args.overrides, knobs), list[int]()
             if knobs.decide:
-                seeds, _ = seeded(knobs, where, cfg, args.overrides, grid)
-            points, refused = load_points(cfg, grid, 0, knobs, where)
+                ledger = read_ledger(where) if is_sweep(where) else None
+                seeds, _ = seeded(knobs, ledger, cfg, args.overrides, grid)
+            points, refused = load_points(Composer(cfg), grid, 0, knobs, where)
             points, same = split_duplicates(points)
         else:
             config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)

@@ -195,7 +195,7 @@ class Where:
         shown = section if name == "kind" else key  # an option of the group, named as its kind
         return (
             f"does nothing with {shown}={as_yaml(flat[key])}",
-            f"choose {shown}={' or '.join(map(str, self.values))}",
+            f"choose {shown}={' or '.join(str(as_yaml(v)) for v in self.values)}",
         )
 
 

@@ -24,7 +24,7 @@ class Composer:
     """
 
     def __init__(self, base: DictConfig) -> None:
-        self._loader, self._base = loader(), base
+        self._loader, self.base = loader(), base
         self._parser = OverridesParser.create(config_loader=self._loader)
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}  # whether a key is a group of configs
@@ -43,10 +43,10 @@ class Composer:
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
         if cfg is None:
-            root = forking.root_of(overrides, typed_in(self._base))
-            with read_write(self._base.hydra):
-                self._base.hydra.job.config_name = root
-            cfg = self._loader.load_sweep_config(self._base, list(overrides))
+            root = forking.root_of(overrides, typed_in(self.base))
+            with read_write(self.base.hydra):
+                self.base.hydra.job.config_name = root
+            cfg = self._loader.load_sweep_config(self.base, list(overrides))
             self._composed[shape] = cfg
         else:
             for override in plain:

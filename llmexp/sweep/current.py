@@ -6,6 +6,7 @@ That keeps torch and the devices out of this one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import subprocess
@@ -18,8 +19,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts
-from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
+from llmexp.sweep.composer import Composer
 from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep
 from llmexp.system.workers import start_worker
@@ -49,43 +50,31 @@ class Checker:
         """Return the points that can run, with the facts of their runs, and the others.
 
         Data are prepared, which the runs need anyway. With `lengthen` each point goes on with the
-        run in its folder. Raises ConfigError.
+        run in its folder; with `queue` the folders of the runs are made. Raises ConfigError.
         """
         able: list[Point] = []
         refused: list[LedgerEntry] = []
-        for point, found in zip(points, self._ask(purpose, points), strict=True):
+        self._child = self._child or self._started()
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        question = json.dumps({purpose: [point.request() for point in points]})
+        answers = list[dict[str, Any]]()
+        with contextlib.suppress(BrokenPipeError):
+            print(question, file=self._child.stdin, flush=True)
+            for _ in counted(f"{purpose}ing", points):
+                if line := self._child.stdout.readline():
+                    answers.append(json.loads(line))
+        if len(answers) < len(points):
+            code = self._child.wait()
+            raise ConfigError(
+                "failed", f"the check of the sweep's points ended with exit code {code}"
+            )
+        for point, found in zip(points, answers, strict=True):
             if "refused" in found:
                 refused.append(point.refused(found["kind"], found["refused"]))
             else:
                 able.append(replace(point, checked=PointFacts(**found)))
         return able, refused
-
-    def queue(self, points: Sequence[Point]) -> list[str]:
-        """Make the folders of the points' runs; return for each why that failed, or an empty text.
-
-        Raises ConfigError.
-        """
-        requests = [replace(p, config=with_knobs(p.config, train={"stop_step": p.stop}))
-                    for p in points]  # fmt: skip
-        return [found.get("refused", "") for found in self._ask("queue", requests)]
-
-    def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-        self._child = self._child or self._started()
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        question = json.dumps({purpose: [point.request() for point in points]})
-        found = []
-        with contextlib.suppress(BrokenPipeError):
-            print(question, file=self._child.stdin, flush=True)
-            for _ in counted(f"{purpose}ing", points):
-                if line := self._child.stdout.readline():
-                    found.append(json.loads(line))
-        if len(found) < len(points):
-            code = self._child.wait()
-            raise ConfigError(
-                "failed", f"the check of the sweep's points ended with exit code {code}"
-            )
-        return found
 
 
 @dataclass
@@ -115,7 +104,8 @@ class Current:
     place: Any  # the knobs of the launcher, if it has any
     checker: Checker
     stack: contextlib.ExitStack
-    opened: Ledger | None = None  # once the first points have passed their checks
+    opened: Ledger | None = None  # at once for one that goes on, else with the first points
+    begun: bool = False  # the ledger may be written: the first points have passed their checks
     signals: list[int] = field(default_factory=list)  # that asked this process to stop
     seeds: list[int] = field(default_factory=list)  # of each setting at first, with sweep.decide
     halted: bool = False  # by sweep.stop_on_failure
@@ -124,6 +114,10 @@ class Current:
     def ledger(self) -> Ledger:
         assert self.opened is not None
         return self.opened
+
+    @functools.cached_property
+    def composer(self) -> Composer:
+        return Composer(self.cfg)
 
     @property
     def resumed(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from omegaconf import DictConfig
@@ -19,9 +18,7 @@ from llmexp.compare import budgets, reading
 from llmexp.compare.comparing import findings
 from llmexp.compare.records import Record, Result, Setting, Verdict
 from llmexp.compare.spending import following, level_of
-from llmexp.compose.app import typed_config
 from llmexp.compose.overrides import key_of
-from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.runs.folder import RunFolder
@@ -31,11 +28,11 @@ from llmexp.settings.labels import plural
 from llmexp.settings.labels import short_label as named
 from llmexp.settings.values import refuse
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import match
-from llmexp.sweep.points import Point, new_entry, with_devices
+from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import values_of
+from llmexp.sweep.table import checked, place
 from llmexp.system.child import say
 
 OUT = (Verdict.WORSE, Verdict.NEGLIGIBLE)  # such a setting was shown to be worse
@@ -48,11 +45,15 @@ def unseeded(overrides: Sequence[str]) -> list[str]:
 
 
 def seeded(
-    knobs: Sweep, where: Path, cfg: DictConfig, arguments: Sequence[str], grid: Sequence[list[str]]
+    knobs: Sweep,
+    ledger: Ledger | None,
+    cfg: DictConfig,
+    arguments: Sequence[str],
+    grid: Sequence[list[str]],
 ) -> tuple[list[int], list[list[str]]]:
     """Return the first seeds, and the points of a grid with them and others that its sweep has.
 
-    `where`: the sweep's folder. Raises ConfigError for seeds that are swept; a grid that was
+    `ledger`: of a sweep that goes on. Raises ConfigError for seeds that are swept; a grid that was
     trained before may have them.
     """
     rows = [list(o) for o in dict.fromkeys(tuple(unseeded(overrides)) for overrides in grid)]
@@ -71,7 +72,6 @@ def seeded(
     if len(seeds) < 2:
         first = int(cfg.train.seed)
         seeds = list(range(first, first + knobs.first_seeds))
-    ledger = ledgers.read_ledger(where) if ledgers.is_sweep(where) else None
     if ledger and ledger.looks:
         own = list(map(int, ledger.looks[0].seeds))
         if texts and seeds != own and texts != list(map(str, own[:1])):
@@ -244,33 +244,19 @@ class Deciding:
 
     def train(self, going: Sequence[frozenset[str]], count: int) -> None:
         """Train the first `count` seeds of settings, but for what this command has tried."""
-        new = [self.another(s, seed) for s in going for seed in self.seeds(count)
-               if seed not in self.settings[s]]  # fmt: skip
-        ledger = self.current.ledger
+        current = self.current
+        first = {s: next(iter(self.settings[s].values())) for s in going}
+        new = [[*unseeded(first[s].overrides), f"{SEED}={seed}"] for s in going
+               for seed in self.seeds(count) if seed not in self.settings[s]]  # fmt: skip
         if new:
-            able, refused = self.current.checker.check(new)
-            for one in refused:
-                say(f"{one.name}  not started: {one.refused}")
-            self.add(match(ledger, able, {}))
-            ledger.add_swept([SEED])
-            ledger.save()
+            swept = [*dict.fromkeys([*first[going[0]].swept, SEED])]
+            able, refused = checked(current, new, current.ledger.next_number(), swept)
+            self.add(place(current, able, refused))
         asked = [self.settings[s][seed] for seed in self.seeds(count) for s in going
                  if seed in self.settings[s]]  # fmt: skip
         asked = [point for point in asked if point.entry.folder not in self.asked]
         self.asked |= {point.entry.folder for point in asked}
         run_points(self.current, asked)
-
-    def another(self, setting: frozenset[str], seed: int) -> Point:
-        """Return the point of a setting with a seed that it does not have."""
-        point = next(iter(self.settings[setting].values()))
-        assert point.composer is not None
-        overrides = [*unseeded(point.overrides), f"{SEED}={seed}"]
-        swept = list(dict.fromkeys([*point.swept, SEED]))
-        entry = new_entry(point.entry.number, overrides, swept)
-        entry.folder = point.entry.folder  # until the ledger knows it
-        cfg = point.composer(overrides, entry.label)
-        config = with_devices(typed_config(cfg), self.current.knobs)
-        return Point(entry, point.where, overrides, swept, config, point.composer)
 
     def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""

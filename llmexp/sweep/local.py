@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,8 +43,14 @@ class Local:
             return []
         point, devices, self._free = waiting.pop(0), self._free[:need], self._free[need:]
         self._current.began(point.entry)
-        try:
-            process = start_point(point, devices, self._most)
+        env = dict(os.environ)
+        if devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        elif self._most > 1:
+            share = len(os.sched_getaffinity(0)) // self._most // point.facts.ranks
+            env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+        try:  # a worker, which starts its own ranks
+            process = start_worker(str(point.path), log=point.path / STDERR, env=env)
         except (ConfigError, OSError) as error:  # something is in the place of its files
             record_end(point.path, "failed", REFUSED, str(error))
             self._free += devices
@@ -81,17 +86,6 @@ def visible_devices(count: int) -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     named = [name.strip() for name in given.split(",") if name.strip()]
     return named[:count] if named else [str(i) for i in range(count)]
-
-
-def start_point(point: Point, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the worker of a point, which starts its own ranks."""
-    env = dict(os.environ)
-    if devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    elif slots > 1:
-        share = len(os.sched_getaffinity(0)) // slots // point.facts.ranks
-        env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-    return start_worker(str(point.path), log=point.path / STDERR, env=env)
 
 
 def end_if_silent(job: Job, silence_s: float | None) -> None:

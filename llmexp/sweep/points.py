@@ -96,6 +96,11 @@ class Point:
     def identity(self) -> str:
         return config_identity(plain(self.config))
 
+    @property
+    def solved(self) -> str:
+        """Return the identity of the config as solved, where that is known."""
+        return self.checked.solved if self.checked else self.identity
+
     @functools.cached_property
     def values(self) -> dict[str, Any]:
         """Return the swept keys with their values, of a group its option."""
@@ -109,7 +114,11 @@ class Point:
     def request(self) -> dict[str, Any]:
         """Return what a worker needs to make the run, or to go on with it."""
         return {
-            "config": plain(with_knobs(self.config, checkpoint={"resume": "auto"})),
+            "config": plain(
+                with_knobs(
+                    self.config, checkpoint={"resume": "auto"}, train={"stop_step": self.stop}
+                )
+            ),
             "folder": str(self.path),
             "fixed": True,
             "overrides": self.entry.overrides,
@@ -123,22 +132,18 @@ class Point:
 
         `cfg`: its config, where it is composed already.
         """
-        if cfg is None:
-            assert self.composer is not None
-            cfg = self.composer(self.overrides, self.entry.label)
-        cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
-        path = where / chosen_folder(cfg, "hydra.sweep.subdir")
+        entry = dataclasses.replace(self.entry, number=number)
+        path = where / entry.name
+        if cfg is None and self.composer is not None:
+            cfg = self.composer(self.overrides, entry.label)
+        if cfg is not None:
+            cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
+            path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
             text = "must be inside the sweep's folder"
             raise refuse("not_allowed", "hydra.sweep.subdir", path, text, "${hydra.job.num}")
-        folder = os.path.relpath(path, where)
-        entry = dataclasses.replace(self.entry, number=number, folder=folder)
+        entry.folder = os.path.relpath(path, where)
         return dataclasses.replace(self, entry=entry, where=where)
-
-
-def new_entry(number: int, overrides: Sequence[str], swept: Sequence[str]) -> LedgerEntry:
-    """Return the entry of a point that the ledger does not have yet; its folder is not known."""
-    return LedgerEntry(number, point_label(overrides, swept), "", None, visible(overrides))
 
 
 def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
@@ -162,7 +167,7 @@ def as_name(text: str) -> str:
 
 
 def load_points(
-    base: DictConfig,
+    composer: Composer,
     job_overrides: Sequence[Sequence[str]],
     first: int,
     knobs: Sweep,
@@ -179,9 +184,10 @@ def load_points(
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[LedgerEntry] = []
-    composer, command = Composer(base), typed_in(base)
+    command = typed_in(composer.base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
-        entry = new_entry(number, overrides, swept)
+        label = point_label(overrides, swept)
+        entry = LedgerEntry(number, label, "", None, visible(overrides))  # its folder is not known
         try:
             with user_errors(overrides, command):
                 cfg = composer(overrides, entry.label)
@@ -208,8 +214,7 @@ def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerE
     refused: list[LedgerEntry] = []
     configs, folders = dict[str, Point](), dict[Path, Point]()
     for point in points:
-        known_by = point.checked.solved if point.checked else point.identity
-        same = configs.setdefault(known_by, point)
+        same = configs.setdefault(point.solved, point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
             text = f"resolves to the same config as {same.entry.label or same.name}; "

@@ -13,29 +13,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import DictConfig
-
-from llmexp.compose.app import section
-from llmexp.compose.environment import refuse_secrets
 from llmexp.run.stages import recorded_stages, step_after
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
 from llmexp.runs.steps import STEP_RECORD, steps_up_to
-from llmexp.settings.convert import convert_section
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
 from llmexp.sweep.current import Current, Job
 from llmexp.sweep.local import Local
-from llmexp.sweep.matching import is_longer
 from llmexp.sweep.points import Point
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import Display
+from llmexp.sweep.table import is_longer, startable
 from llmexp.system.child import REFUSED, say
 from llmexp.system.text import number
 
 LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": slurm.Slurm, "ray": ray.Ray}
-KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
 
 class Launcher(Protocol):
@@ -56,22 +50,6 @@ class Launcher(Protocol):
 
         Return how many runs save a checkpoint first. Jobs that are not waited for leave the list.
         """
-
-
-def check_launcher(cfg: DictConfig) -> tuple[str, Any]:
-    """Return local, slurm or ray, and its checked knobs, if it has any. Raises ConfigError."""
-    given = section(cfg.hydra, "launcher")
-    target = str(given.pop("_target_", None))
-    name = target.removeprefix("hydra_plugins.llmexp.").removesuffix("Launcher").lower()
-    if name not in LAUNCHERS:
-        text = f"does not run here; it is one of {', '.join(LAUNCHERS)}"
-        raise ConfigError("unknown_option", f"hydra/launcher: {target} {text}")
-    if name not in KNOBS:
-        return name, None
-    knobs: Any = convert_section(KNOBS[name].Knobs, given, "hydra.launcher.")
-    refuse_secrets(given, "hydra.launcher")  # the jobs' scripts are files
-    KNOBS[name].check(knobs)
-    return name, knobs
 
 
 def drive(launcher: Launcher, waiting: list[Point], current: Current, display: Display) -> None:
@@ -98,6 +76,90 @@ def drive(launcher: Launcher, waiting: list[Point], current: Current, display: D
             current.ended(job.point.entry)
         display.tick()
         time.sleep(launcher.pause_s if jobs or (waiting and not current.over) else 0)
+
+
+def score(path: Path, step: int) -> float:
+    """Return the loss of a run at a step; inf for a run that did not come so far.
+
+    It is of validation where the run is evaluated, per byte where that is known, for points of
+    several tokenizers.
+    """
+    keys, losses = ("val/bits_per_byte", "val/loss"), steps_up_to(path, step)
+    with contextlib.suppress(ConfigError):
+        rows = [row for row in read_rows(path / rundir.METRICS) if any(key in row for key in keys)]
+        known = [row.get(key) for row in rows for key in keys if row["step"] == step]
+        if not rows and len(losses) == step * STEP_RECORD.size:
+            known = [number(STEP_RECORD.unpack(losses[-STEP_RECORD.size :])[0])]
+        return next((loss for loss in known if loss is not None), math.inf)
+    return math.inf
+
+
+def at_its_stop(point: Point) -> bool:
+    """Return whether a run has been at the step where it has to stop, if there is one."""
+    return point.stop is not None and score(point.path, point.stop) < math.inf
+
+
+def run_points(current: Current, points: Sequence[Point]) -> None:
+    """Run points to their ends, or from rung to rung of successive halving; failed ones again.
+
+    Those that have been there before are passed over.
+    """
+    ledger = current.ledger
+    left = [
+        point
+        for point in points
+        if (ledger.look(point.entry) != "finished" or is_longer(point)) and not at_its_stop(point)
+    ]
+    done = len(points) - len(left)
+    if left and done:
+        say(f"{done} of {len(points)} points {'is' if done == 1 else 'are'} there already")
+    for attempt in range(1 + current.knobs.max_retries):
+        if not left or current.over:
+            return
+        if attempt:
+            names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
+            say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
+        run_once(current, left)
+        left = list(filter(goes_again, left))
+
+
+def goes_again(point: Point) -> bool:
+    """Return whether a point that has ended is worth another attempt."""
+    entry = point.entry
+    if entry.state == "failed":
+        return entry.exit_code != REFUSED
+    return entry.state == "preempted" and not at_its_stop(point)
+
+
+def run_once(current: Current, points: Sequence[Point]) -> None:
+    """Queue the points' runs and wait until all have ended, or have been stopped."""
+    # jobs are reported with their ids
+    display = show.Display(current.ledger, current.launcher != "slurm")
+    launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
+    there, since = {job.point.path for job in launcher.found}, time.monotonic()
+    free = [p for p in points if p.path not in there and is_free(p, current, since)]
+    queued = startable(current, free, "queue")
+    for point in queued:
+        current.ledger.look(point.entry)
+    if current.over:
+        return
+    with display:
+        drive(launcher, queued, current, display)
+        display.tick()
+
+
+def is_free(point: Point, current: Current, since: float) -> bool:
+    """Return whether nobody trains there; report it where somebody does.
+
+    A run whose sweep was killed has time to save and leave, `since` this one began.
+    """
+    while not rundir.is_vacant(point.path, since) and not current.over:
+        time.sleep(0.2)
+    if not rundir.is_held(point.path):
+        return True
+    name = show.name_of(point.entry, current.ledger.swept)
+    say(f"{name}  left alone: another process is training there")
+    return False
 
 
 def halving_rungs(knobs: Sweep) -> list[float]:
@@ -159,99 +221,3 @@ def best(current: Current, racing: list[Point], share: float) -> list[Point]:
             ledger.update(point.entry, rung=share)
     by_folder = {point.entry.folder: point for point in racing}
     return [by_folder[name] for name in kept if name in by_folder]
-
-
-def score(path: Path, step: int) -> float:
-    """Return the loss of a run at a step; inf for a run that did not come so far.
-
-    It is of validation where the run is evaluated, per byte where that is known, for points of
-    several tokenizers.
-    """
-    keys, losses = ("val/bits_per_byte", "val/loss"), steps_up_to(path, step)
-    with contextlib.suppress(ConfigError):
-        rows = [row for row in read_rows(path / rundir.METRICS) if any(key in row for key in keys)]
-        known = [row.get(key) for row in rows for key in keys if row["step"] == step]
-        if not rows and len(losses) == step * STEP_RECORD.size:
-            known = [number(STEP_RECORD.unpack(losses[-STEP_RECORD.size :])[0])]
-        return next((loss for loss in known if loss is not None), math.inf)
-    return math.inf
-
-
-def at_its_stop(point: Point) -> bool:
-    """Return whether a run has been at the step where it has to stop, if there is one."""
-    return point.stop is not None and score(point.path, point.stop) < math.inf
-
-
-def run_points(current: Current, points: Sequence[Point]) -> None:
-    """Run points to their ends, or to where each has to stop; failed ones again.
-
-    Those that have been there before are passed over.
-    """
-    ledger = current.ledger
-    left = [
-        point
-        for point in points
-        if (ledger.look(point.entry) != "finished" or is_longer(point)) and not at_its_stop(point)
-    ]
-    done = len(points) - len(left)
-    if left and done:
-        say(f"{done} of {len(points)} points {'is' if done == 1 else 'are'} there already")
-    for attempt in range(1 + current.knobs.max_retries):
-        if not left or current.over:
-            return
-        if attempt:
-            names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
-            say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
-        run_once(current, left)
-        left = list(filter(goes_again, left))
-
-
-def goes_again(point: Point) -> bool:
-    """Return whether a point that has ended is worth another attempt."""
-    entry = point.entry
-    if entry.state == "failed":
-        return entry.exit_code != REFUSED
-    return entry.state == "preempted" and not at_its_stop(point)
-
-
-def run_once(current: Current, points: Sequence[Point]) -> None:
-    """Queue the points' runs and wait until all have ended, or have been stopped."""
-    # jobs are reported with their ids
-    display = show.Display(current.ledger, current.launcher != "slurm")
-    launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
-    there, since = {job.point.path for job in launcher.found}, time.monotonic()
-    free = [p for p in points if p.path not in there and is_free(p, current, since)]
-    queued = queue(current, free)
-    if current.over:
-        return
-    with display:
-        drive(launcher, queued, current, display)
-        display.tick()
-
-
-def is_free(point: Point, current: Current, since: float) -> bool:
-    """Return whether nobody trains there; report it where somebody does.
-
-    A run whose sweep was killed has time to save and leave, `since` this one began.
-    """
-    while not rundir.is_vacant(point.path, since) and not current.over:
-        time.sleep(0.2)
-    if not rundir.is_held(point.path):
-        return True
-    name = show.name_of(point.entry, current.ledger.swept)
-    say(f"{name}  left alone: another process is training there")
-    return False
-
-
-def queue(current: Current, points: Sequence[Point]) -> list[Point]:
-    """Make the folders of the points' runs; return the points where that succeeded."""
-    ledger, queued = current.ledger, list[Point]()
-    for point, refused in zip(points, current.checker.queue(points), strict=True):
-        if not refused:
-            ledger.look(point.entry)
-            queued.append(point)
-            continue
-        point.entry.not_started(refused)
-        say(f"{show.name_of(point.entry, ledger.swept)}  not started: {point.entry.error}")
-        current.halted |= current.knobs.stop_on_failure
-    return queued

@@ -15,7 +15,6 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from llmexp.compose.overrides import as_text
-from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
@@ -23,10 +22,11 @@ from llmexp.settings.commands import how_to_install
 from llmexp.settings.knobs import SEED, fresh_seeds, is_seed
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse
-from llmexp.sweep.batch import copies_of, open_ledger, run_batch, run_copies
 from llmexp.sweep.current import Current
-from llmexp.sweep.points import Point, asked_of, grid_of, load_points
-from llmexp.sweep.running import score, stop_of
+from llmexp.sweep.grid import run_copies
+from llmexp.sweep.points import Point, asked_of, grid_of
+from llmexp.sweep.running import run_rungs, score, stop_of
+from llmexp.sweep.table import begin, checked, copies_of, place
 from llmexp.system.child import say
 
 _TRIES = 20  # asks for a trial that has not been there before
@@ -48,10 +48,9 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
     space = {o.get_key_element(): distribution(o) for o in asked if o.is_sweep_override()}
     refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
-    if current.knobs.resume is not None:
-        if ledgers.is_sweep(current.where):
-            refuse_other(ledgers.read_ledger(current.where), given, space)
-        open_ledger(current)
+    if current.opened:
+        refuse_other(current.ledger, given, space)
+        begin(current)
         say_what_is_there(current, space)
     batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
@@ -64,8 +63,8 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
             break
         texts = [[*given, *(f"{key}={text}" for key, text in one.items())] for one in batch]
         first = current.opened.next_number() if current.opened else 0
-        points = load_points(current.cfg, texts, first, current.knobs, current.where, list(space))
-        placed = run_batch(current, *points)
+        placed = place(current, *checked(current, texts, first, list(space)))
+        run_rungs(current, placed)
         batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == there:
             text = "what the search proposes next is a run that it has, in other words"
@@ -76,7 +75,7 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
 
 def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any]) -> None:
     """Raise ConfigError for a search that goes on with another seed, or with other keys."""
-    if ledger.grid or not ledger.points:
+    if not ledger.points:
         return
     own = list(filter(is_seed, given))
     if own != list(filter(is_seed, ledger.points[0].overrides)):
@@ -103,12 +102,6 @@ def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
 def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
     """Raise ConfigError for a search that cannot be. That needs no more than the command line."""
     search, sampler = current.knobs.search, current.knobs.search.sampler
-    if current.knobs.twins:
-        text = "needs a grid; a search chooses its points while it runs"
-        raise refuse("conflict", "sweep.twins", current.knobs.twins, text, 0)
-    if current.knobs.decide:
-        text = "needs a grid, whose settings are known beforehand; leave it out"
-        raise refuse("conflict", "sweep.decide", True, text, "false")
     if not space:
         text = "no key has values to choose from"
         raise refuse("missing_value", "sweep.search.trials", search.trials, text,
@@ -263,35 +256,34 @@ def params_of(entry: LedgerEntry, space: Mapping[str, Any]) -> dict[str, str]:
 
 def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
     """Return all trials so far; one that failed or cannot run counts as the worst one."""
-    values, found = _values_of(current), []
+    values, found = values_of_trials(current), []
     worst = max(values.values(), default=None)
     for e in trials_of(current):
-        value, state, step = values.get(e.folder), "COMPLETE", 0
-        if value is None and e.rung is not None:
+        state, value, step = "COMPLETE", values.get(e.folder, worst), 0
+        if e.rung is not None and e.folder not in values:
             path = current.ledger.path / e.folder
             step = stop_of(rundir.read_run(path), e.rung)
-            value, state = score(path, step), "PRUNED"
-        elif value is None:
-            value, state = worst, "COMPLETE" if worst is not None else "FAIL"
-        found.append(Trial(params_of(e, space), state, value, step))
+            state, value = "PRUNED", score(path, step)
+        found.append(
+            Trial(params_of(e, space), state if value is not None else "FAIL", value, step)
+        )
     return found
 
 
-def _values_of(current: Current) -> dict[str, float]:
-    """Return the final losses of the trials that have one, by their folders."""
-    done = [e for e in trials_of(current) if e.state == "finished"]
-    found = {e.folder: value_of(current.ledger, e) for e in done}
-    return {folder: value for folder, value in found.items() if value is not None}
+def values_of_trials(current: Current) -> dict[str, float]:
+    """Return the final losses of the trials that have one, by their folders, the lowest first.
 
-
-def value_of(ledger: Ledger, entry: LedgerEntry) -> float | None:
-    """Return the final loss of a run: in bits per byte where the tokenizer is searched too."""
-    summary = RunFolder(ledger.path / entry.folder).summary
-    losses = ["final val/loss", "final train/loss", "latest train/loss"]
-    if any(key.split(".")[0] == "tokenizer" for key in ledger.swept):
-        losses.insert(0, "final val/bits_per_byte")
-    known = map(summary.get, losses)
-    return next((loss for loss in known if loss is not None), None)
+    They are in bits per byte where the tokenizer is searched too.
+    """
+    losses, found = ["final val/loss", "final train/loss", "latest train/loss"], dict[str, float]()
+    for e in trials_of(current):
+        if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
+            losses = ["final val/bits_per_byte", *losses]
+        summary = RunFolder(current.ledger.path / e.folder).summary
+        known = [loss for loss in map(summary.get, losses) if loss is not None]
+        if e.state == "finished" and known:
+            found[e.folder] = known[0]
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def batch_size(current: Current, facts: PointFacts | None) -> int:
@@ -315,15 +307,14 @@ def confirm(current: Current) -> None:
     if current.over or current.opened is None or not search.confirm:
         return
     ledger = current.ledger
-    values = _values_of(current)
-    best = sorted((e for e in ledger.points if e.folder in values), key=lambda e: values[e.folder])
-    best = best[: search.confirm]
+    own = {e.folder: e for e in ledger.points}
+    best = [own[folder] for folder in list(values_of_trials(current))[: search.confirm]]
     copies: list[Point] = []
     for entry in best:
-        own = rundir.built_config(ledger.path / entry.folder).train.seed
-        fresh = fresh_seeds([str(own)], search.seeds)
-        copies += copies_of(ledger, entry, "seed", list(map(int, fresh)))
+        seed = rundir.built_config(ledger.path / entry.folder).train.seed
+        fresh = fresh_seeds([str(seed)], search.seeds)
+        copies += copies_of(current, entry, "seed", map(int, fresh))
     there = [e for e in ledger.points if ledger.is_fresh(e) and has_no_end(e)]
     count = plural(len(best), "trial") if len(best) > 1 else "trial"
     why = f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each"
-    run_copies(current, copies, [e for e in there if rundir.is_run(ledger.path / e.folder)], why)
+    run_copies(current, copies, there, why)

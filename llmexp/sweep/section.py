@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmexp.settings.convert import convert_section
-from llmexp.settings.values import choice, count, knob
+from llmexp.settings.kinds import Kind
+from llmexp.settings.values import choice, count, flatten, knob, refuse, where
+
+DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class Sweep:
         at_most=1,
     )
     halving_keep: float = knob(
-        "share of the points that goes on after each rung", 0.5, above=0, at_most=1, default=0.5
+        "share of the points that goes on after each rung", 0.5, above=0, below=1, default=0.5
     )
     screen: int | str | None = count(
         "runs of a screen, a fraction of all combinations of keys with two values each: 8, 16 or "
@@ -107,7 +111,7 @@ class Sweep:
     negligible: float = knob(
         "nats of loss below which a difference is called negligible", 0.002, at_least=0
     )
-    report: str = choice("the table at the end", "runs | throughput")
+    report: str = choice("the table at the end", "runs | throughput", default="runs")
     search: Search = field(default_factory=Search)
 
     def devices_of(self, ranks: int, devices: int) -> int:
@@ -122,6 +126,30 @@ class Sweep:
         return max(1, min(most, devices * len(needs) // sum(needs)))
 
 
+# Where a knob may be given; with a default of its own it may always have that.
+_IN_A_GRID, _NO_SCREEN = where("sweep.search.trials", None), where("sweep.screen", None)
+_ONE_BY_ONE = where("sweep.decide", False)
+RULES = (
+    *((name, where("sweep.decide")) for name in DECIDING),
+    ("halving_keep", where("sweep.halving")),
+    ("halving", _ONE_BY_ONE),
+    ("report", _ONE_BY_ONE),
+    ("twins", where("sweep.report", "runs")),
+    ("twins", _IN_A_GRID),
+    ("decide", _IN_A_GRID),
+    *((name, _NO_SCREEN) for name in ("decide", "halving", "twins", "search.trials")),
+)
+
+
 def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
-    """Return the section `sweep`. Raises ConfigError."""
-    return convert_section(Sweep, mapping, "sweep.")
+    """Return the section `sweep`. Raises ConfigError, also for what does nothing beside others."""
+    found = convert_section(Sweep, mapping, "sweep.")
+    flat = flatten(dataclasses.asdict(found), "sweep.")
+    for name, condition in RULES:
+        value = flat[f"sweep.{name}"]
+        called_off = found.resume is not None and name == "halving_keep"
+        plain = not value or value == getattr(Sweep, name, None)
+        if not (plain or called_off or condition.holds(flat)):
+            kind: Kind = "conflict" if condition.values else "idle_knob"
+            raise refuse(kind, f"sweep.{name}", value, "; ".join(condition.why(flat)))
+    return found

@@ -256,20 +256,38 @@ class Slurm:
         return ended
 
     def _is_over(self, job: Job, now: float) -> bool:
-        """Report a change of a job's state; return whether that is the last one."""
+        """Show a change of a job's state; return whether that is the last one."""
         state, reason = self._states.get(job.handle, ("", ""))
         gone = self._answers and (state in OVER or not state)
         job.ended_at = min(job.ended_at, now) if gone else math.inf
-        settled = now - job.ended_at >= SETTLE_S
         path, entry = job.point.path, job.point.entry
-        cancelled = path in self._cancelled
-        text, over = look(path, job.handle, state, reason, settled, cancelled)
-        if not over:  # a job runs before its run says so
+        own = rundir.read_status(path).get("state")
+        known = own == "finished" or (own, state) == ("failed", "FAILED")
+        over = known or now - job.ended_at >= SETTLE_S
+        if over:
+            text = self._end(job, own, f"ended as {state}" if state else "is gone from the queue")
+        else:  # a job runs before its run says so
+            text = progress(state, reason)
             self._current.ledger.look(entry, alive=True)
         if text != job.seen:
             job.seen, self._changed_at = text, now
             self._say(f"{job.handle:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
         return over
+
+    def _end(self, job: Job, own: str | None, how: str) -> str:
+        """Record how the run of a job ended that did so itself, and return it in words."""
+        if own == "queued" and job.point.path in self._cancelled:  # unless it had begun
+            return f"queued; the job {how}"
+        when = "while the run was under way" if own == "running" else "before the run started"
+        cause = f"the Slurm job {job.handle} {how} {when}"
+        end = conclude_run(job.point.path, Left.GONE, cause=cause)
+        texts = {
+            "failed": f"failed: {end.error}",
+            "finished": "finished",
+            "preempted": f"preempted; the job {how}",
+            "running": f"left alone: another process is training there; the job {how}",
+        }
+        return texts[end.state]
 
     def cancel(self, jobs: list[Job], signal: int | None) -> int:
         """Leave the jobs alone; without a signal, take those back that have not started."""
@@ -292,39 +310,11 @@ class Slurm:
         return 0
 
 
-def look(
-    path: Path, job: str, state: str, reason: str, settled: bool, cancelled: bool
-) -> tuple[str, bool]:
-    """Return what to print of a run and its job, and whether that is final.
-
-    `settled`: the job ended a while ago; `cancelled`: from here, unless it had begun.
-    """
-    own = rundir.read_status(path).get("state")
-    known = own == "finished" or (own, state) == ("failed", "FAILED")
-    if not known and state and state not in OVER:
-        return progress(state, reason), False
-    if not known and not settled:
-        return "ending", False
-    how = f"ended as {state}" if state else "is gone from the queue"
-    if own == "queued" and cancelled:
-        return f"queued; the job {how}", True
-    when = "while the run was under way" if own == "running" else "before the run started"
-    end = conclude_run(path, Left.GONE, cause=f"the Slurm job {job} {how} {when}")
-    if end.state == "failed":
-        return f"failed: {end.error}", True
-    texts = {
-        "finished": "finished",
-        "preempted": f"preempted; the job {how}",
-        "running": f"left alone: another process is training there; the job {how}",
-    }
-    return texts[end.state], True
-
-
 def progress(state: str, reason: str) -> str:
     """Return what to print of a job that has not ended."""
     if state == "RUNNING":
         return f"running on {reason}"
-    if state == "COMPLETING":
+    if state in ("COMPLETING", *OVER, ""):
         return "ending"
     usual = reason in ("None", "Priority", "Resources", "BeginTime")
     return state.lower() if usual else f"{state.lower()} ({reason})"

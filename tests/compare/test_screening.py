@@ -11,7 +11,7 @@ import pytest
 
 import llmexp
 from llmexp.compare.screening import design, discoveries, screen
-from llmexp.sweep.main import size_of
+from llmexp.sweep.grid import size_of
 from tests.conftest import llmexp as command
 from tests.tools import printed
 

@@ -382,7 +382,7 @@ def test_what_are_seeds_already_is_refused(tmp_path, knobs, typed, grid, says):
     """Those of a grid that was trained, also beside the default number, and forks of trunks."""
     found = current_sweep(tmp_path, decide=True, **{"resume": "s"} | knobs).knobs
     with pytest.raises(ConfigError, match=says):
-        seeded(found, tmp_path, None, typed, grid)
+        seeded(found, None, None, typed, grid)
 
 
 def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path, capfd):

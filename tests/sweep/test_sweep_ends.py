@@ -14,7 +14,7 @@ import pytest
 from llmexp.runs import rundir
 from llmexp.runs.ledger import Ledger, LedgerEntry
 from llmexp.sweep import local, running, show, slurm
-from llmexp.sweep.batch import conclude
+from llmexp.sweep.answer import conclude
 from llmexp.sweep.local import record_left
 from tests.conftest import HANG_S, TINY, llmexp
 from tests.sweep.running import (

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from llmexp.runs import ledger
-from llmexp.sweep.batch import leading
+from llmexp.sweep.grid import leading
 from llmexp.update.twin import perturb
 from tests.compare.synthetic import make_sweep, parent_in
 from tests.conftest import HANG_S, TINY, llmexp, start, train

@@ -27,6 +27,7 @@ from llmexp.run import Parent
 from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.settings.config import Config
+from llmexp.sweep.composer import Composer
 from llmexp.sweep.main import section_of
 from llmexp.sweep.points import expand, load_points
 from llmexp.system.fileio import sha256
@@ -252,7 +253,7 @@ def points_of(overrides: list[str]) -> list[Config]:
     with hydra_app(None, overrides) as hydra:
         cfg, _ = compose(hydra, overrides, True)
         found, refused = load_points(
-            cfg, expand(cfg, overrides), 0, section_of(cfg)[0], Path("new")
+            Composer(cfg), expand(cfg, overrides), 0, section_of(cfg)[0], Path("new")
         )
         assert not refused
         return [point.config for point in found]

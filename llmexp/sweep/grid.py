@@ -1,0 +1,147 @@
+"""Run a grid, or a screen: all its points are known beforehand. Then twins of the best setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from omegaconf import DictConfig
+
+from llmexp.compare import reading
+from llmexp.compare.comparing import findings
+from llmexp.compare.screening import design
+from llmexp.runs import rundir
+from llmexp.runs.find import find
+from llmexp.runs.ledger import Ledger, LedgerEntry
+from llmexp.settings.knobs import SEED
+from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError, pasteable, refuse
+from llmexp.sweep.current import Current
+from llmexp.sweep.deciding import refuse_undecidable, run_looks, seeded
+from llmexp.sweep.points import Point, asked_of, expand, grid_of
+from llmexp.sweep.running import run_points, run_rungs
+from llmexp.sweep.section import Sweep
+from llmexp.sweep.show import name_of, warn_of_budgets
+from llmexp.sweep.table import checked, copies_of, is_longer, left_of, place, startable
+from llmexp.system.child import say
+
+_SIZES = (8, 16, 32)  # runs of a screen
+
+
+def points_of(cfg: DictConfig, overrides: Sequence[str], knobs: Sweep) -> list[list[str]]:
+    """Return the overrides of each point of a grid, or of a screen. Raises ConfigError."""
+    if knobs.screen is None:
+        return expand(cfg, overrides)
+    return screened(cfg, overrides, knobs.screen)
+
+
+def screened(cfg: DictConfig, overrides: Sequence[str], runs: int | str) -> list[list[str]]:
+    """Return the overrides of each point, all with every seed that is given. Raises ConfigError."""
+    asked = asked_of(cfg, overrides)
+    swept = {o.get_key_element(): o for o in asked if o.is_sweep_override()}
+    values: dict[str, list[str]] = {}
+    for key, o in swept.items():
+        values[key] = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
+        if key != SEED and len(values[key]) != 2:
+            text = "a screen takes two values of each key"
+            two = ",".join(values[key][:2] if len(values[key]) > 2 else ("1e-3", "3e-3"))
+            raise ConfigError(
+                "out_of_range",
+                f"{o.input_line}: {text}; for example {pasteable(f'{key}={two}')}",
+                key,
+            )
+    seeds = [f"{SEED}={seed}" for seed in values.pop(SEED, [])]
+    given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
+    levels = [[f"{key}={value}" for value in two] for key, two in values.items()]
+    found = []
+    for row in design(len(levels), size_of(len(levels), runs)):
+        point = [*given, *(two[level] for two, level in zip(levels, row, strict=True))]
+        found += [[*point, seed] for seed in seeds] if seeds else [point]
+    return found
+
+
+def size_of(keys: int, runs: int | str) -> int:
+    """Return 16 runs for up to 8 keys, 32 for more: none is confounded with a pair up to 16 keys.
+
+    Three keys have 8 combinations. A number that is given is only checked. Raises ConfigError.
+    """
+    if not 3 <= keys < _SIZES[-1]:
+        text = f"a screen takes 3 to 31 keys with two values each, and there are {keys}; "
+        text += "all combinations are trained by -m in place of --screen, without sweep.screen"
+        example = "llmexp train -m optimizer.lr=1e-3,3e-3 clip.max_norm=0.5,1.0"
+        raise refuse("out_of_range", "sweep.screen", runs, f"{text}; for example {example}")
+    if runs == "auto":
+        runs = 8 if keys == 3 else 16 if keys <= 8 else 32
+    if runs not in _SIZES:
+        raise refuse("out_of_range", "sweep.screen", runs, "must be 8, 16, 32 or auto", 16)
+    if not int(runs).bit_length() - 1 <= keys < int(runs):
+        fits = [n for n in _SIZES if n.bit_length() - 1 <= keys < n]
+        text = f"does not fit {keys} keys, which take {' or '.join(map(str, fits))} runs"
+        raise refuse("out_of_range", "sweep.screen", runs, text, fits[0])
+    return int(runs)
+
+
+def run_grid(current: Current, overrides: Sequence[str]) -> None:
+    """Train all points of a grid, and twins of the leading one. Raises ConfigError."""
+    knobs, ledger = current.knobs, current.opened
+    texts = points_of(current.cfg, overrides, knobs)
+    if knobs.decide:
+        current.seeds, texts = seeded(knobs, ledger, current.cfg, current.arguments, texts)
+    able, refused = checked(current, texts)
+    if knobs.decide:
+        refuse_undecidable(knobs, current.seeds, able)
+    if ledger is None:
+        warn_of_budgets([p.spent for p in able], knobs, current.arguments)
+        if len(able) + len(refused) == 1:
+            say("one point: no key has several values (train.seed=1,2 would make two)")
+    first = ledger.next_number() if ledger else 0
+    points = place(current, able, refused)
+    if ledger is not None:
+        new = sum(point.entry.number >= first for point in points) or "none"
+        longer = sum(map(is_longer, points))
+        more = f", {longer} with a longer budget" if longer else ""
+        say(f"{plural(len(points), 'point')}, {new} of them new{more}")
+        # those of earlier commands; twins are trained at the end
+        asked = {point.entry.folder for point in points}
+        others = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]
+        points += left_of(current, [e for e in others if e.rung is None])
+    (run_looks if knobs.decide else run_rungs)(current, points)
+    run_twins(current)
+
+
+def leading(ledger: Ledger) -> LedgerEntry | None:
+    """Return a finished point of the leading setting, as the answer at the end names it."""
+    found = findings(reading.read(find([ledger.path])[0]))
+    own = {ledger.path / e.folder: e for e in ledger.points if not e.is_twin}
+    runs = (run.path for s in found.ranked for run in s.taking_part)
+    return next((own[path] for path in runs if path in own), None)
+
+
+def run_twins(current: Current) -> None:
+    """Train twins of the leading point, and those of earlier commands that are not finished."""
+    if current.over:
+        return
+    ledger = current.ledger
+    # Twins that never began may be those of a setting that leads no more.
+    never = [e for e in ledger.points if e.is_twin and not rundir.is_run(ledger.path / e.folder)]
+    ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
+    lead, twins = leading(ledger) if current.knobs.twins else None, list[Point]()
+    there = [e for e in ledger.points if e.is_twin]
+    if lead is not None:
+        twins = copies_of(current, lead, "twin", range(1, current.knobs.twins + 1))
+        if new := sum(twin.entry not in there for twin in twins):
+            name = name_of(lead, ledger.swept)
+            other = ", where another setting led before," if there else ""
+            say(f"{name}{other} leads; {plural(new, 'twin')} of it will show what rounding makes")
+    run_copies(current, twins, there)
+
+
+def run_copies(
+    current: Current, copies: Sequence[Point], earlier: Iterable[LedgerEntry], why: str = ""
+) -> None:
+    """Train copies of points, and those that earlier commands have left; say `why` if any is."""
+    asked = [copy.entry for copy in copies]
+    points = startable(current, copies) + left_of(current, (e for e in earlier if e not in asked))
+    if any(current.ledger.look(point.entry) != "finished" for point in points):
+        if why:
+            say(why)
+        run_points(current, points)
