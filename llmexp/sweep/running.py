@@ -120,15 +120,12 @@ def run_points(current: Current, points: Sequence[Point]) -> None:
             names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
             say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
         run_once(current, left)
-        left = list(filter(goes_again, left))
-
-
-def goes_again(point: Point) -> bool:
-    """Return whether a point that has ended is worth another attempt."""
-    entry = point.entry
-    if entry.state == "failed":
-        return entry.exit_code != REFUSED
-    return entry.state == "preempted" and not at_its_stop(point)
+        left = [
+            point
+            for point in left
+            if (point.entry.state == "failed" and point.entry.exit_code != REFUSED)
+            or (point.entry.state == "preempted" and not at_its_stop(point))
+        ]
 
 
 def run_once(current: Current, points: Sequence[Point]) -> None:

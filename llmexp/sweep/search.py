@@ -227,13 +227,11 @@ def sampler_of(name: str, seed: int) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some options are called experimental
-        if name == "gp":
-            return samplers.GPSampler(seed=seed)
-        if name == "cmaes":
-            return samplers.CmaEsSampler(seed=seed)
+        if name == "tpe":
+            return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
         if name == "qmc":
             return samplers.QMCSampler(seed=seed, scramble=True)
-        return samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+        return {"gp": samplers.GPSampler, "cmaes": samplers.CmaEsSampler}[name](seed=seed)
 
 
 def trials_of(current: Current) -> list[LedgerEntry]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -44,7 +44,6 @@ class Display:
     def __enter__(self) -> Display:
         points = self._ledger.points
         self._state = {entry.folder: entry.state for entry in points}
-        self._waiting = {e.folder for e in points if waits(e, self._ledger.path)}
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -71,7 +70,8 @@ class Display:
             before = self._state.get(entry.folder)
             if before != entry.state:
                 self._state[entry.folder] = entry.state
-                self._changed(entry, new=before is None)
+                if self._lines and (before is not None or entry.state != "queued"):
+                    self.line(line_of(entry, self._ledger))
         now = time.monotonic()
         if self._live is not None and now - self._at > REFRESH_S:
             from rich.text import Text
@@ -79,13 +79,6 @@ class Display:
             self._at = now
             shown = Text(self.view(), no_wrap=True, overflow="ellipsis")
             self._live.update(shown, refresh=True)
-
-    def _changed(self, entry: LedgerEntry, new: bool) -> None:
-        self._waiting.discard(entry.folder)
-        if waits(entry, self._ledger.path):
-            self._waiting.add(entry.folder)
-        if self._lines and not (new and entry.state == "queued"):
-            self.line(line_of(entry, self._ledger))
 
     def view(self) -> str:
         """Return the live table, with as many points as there is room for."""
@@ -101,7 +94,7 @@ class Display:
                 left[entry.folder] = eta
             cells = (
                 name_of(entry, self._ledger.swept),
-                "waiting" if entry.folder in self._waiting else entry.state,
+                "waiting" if waits(entry, self._ledger.path) else entry.state,
                 f"{row['step']:,}/{steps_of(path):,}" if row else "",
                 shown_as(row.get("train/loss"), ".4f"),
                 shown_as(row.get("tokens_per_sec"), ",.0f"),
@@ -111,7 +104,7 @@ class Display:
         kept = 6 if columns >= 80 else 4
         # One column is left free: an echoed ^C must not wrap a line.
         text = aligned([row[:kept] for row in rows], left=1, width=columns - 1)
-        return f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}"
+        return f"{text}\n{counts(self._ledger)}{self._time_left(left)}"
 
     def _time_left(self, left: dict[str, float]) -> str:
         """Return when the sweep may end, from what is under way and the mean time of a point."""
@@ -180,12 +173,14 @@ def shown_as(value: Any, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def counts(points: Sequence[LedgerEntry], waiting: Collection[str] = ()) -> str:
-    """Return how many points are in which state; `waiting`: folders of those at a rung."""
+def counts(ledger: Ledger) -> str:
+    """Return how many points are in which state."""
     states = Counter[str]()
-    for entry in points:
-        state = "waiting" if entry.folder in waiting else entry.state
-        states[state if entry.rung is None else f"out at {entry.rung:.3g} of its steps"] += 1
+    for entry in ledger.points:
+        if entry.rung is not None:
+            states[f"out at {entry.rung:.3g} of its steps"] += 1
+        else:
+            states["waiting" if waits(entry, ledger.path) else entry.state] += 1
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 

@@ -52,27 +52,27 @@ def open_ledger(current: Current) -> None:
     if not resumed:  # two of one second get two folders
         path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(rundir.locked(path, ledgers.LOCK, "running the sweep in"))
-    arguments, name = recordable(current.arguments), str(current.cfg.name)
-    if not ledgers.is_sweep(path) and resumed:
-        ledger = ledgers.rebuilt(path, name, current.launcher, arguments)
-        runs = plural(len(ledger.points), "run")
-        say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
-    elif resumed:
-        ledger = ledgers.read_ledger(path)
-        if ledger.grid != current.grid:
-            kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
-            text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
-            raise refuse("other_run", "sweep.resume", path, text)
-        ledger.launcher, ledger.arguments = current.launcher, arguments
-    elif ledgers.is_sweep(path):
+    arguments, there = recordable(current.arguments), ledgers.is_sweep(path)
+    if there and not resumed:
         again = typed("sweep.resume", path)
         raise ConfigError("exists", f"{path}: holds a sweep already; to go on with it: {again}")
+    if there:
+        ledger = ledgers.read_ledger(path)
     else:
-        ledger = Ledger(path, name, str(path), current.launcher, arguments, [])
+        ledger = ledgers.rebuilt(path, str(current.cfg.name), current.launcher, arguments)
+        ledger.grid = current.grid
+    if resumed and not there:
+        runs = plural(len(ledger.points), "run")
+        say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
+    if ledger.grid != current.grid:
+        kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
+        text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
+        raise refuse("other_run", "sweep.resume", path, text)
+    ledger.launcher, ledger.arguments = current.launcher, arguments
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
     if given or ledger.negligible is None:  # else a sweep keeps what it began with
         ledger.negligible = current.knobs.negligible
-    ledger.grid, ledger.screen = current.grid, current.knobs.screen is not None
+    ledger.screen = current.knobs.screen is not None
     if (trials := current.knobs.search.trials) is not None:
         ledger.planned = trials + current.knobs.search.confirm * current.knobs.search.seeds
     current.opened = ledger
@@ -193,21 +193,16 @@ def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
-    """Return a new point with a label by what sets it apart from all others of the sweep."""
-    swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
+    """Return a new point with a number and a label of its own, by all keys that are swept."""
+    number, keys = ledger.next_number(), {o.partition("=")[0] for o in point.overrides}
+    swept = [key for key in dict.fromkeys([*point.swept, *ledger.swept]) if key in keys]
     text = point_label(point.overrides, swept)
-    if other := next((e for e in ledger.points if e.label == text), None):
-        new = [o for o in point.entry.overrides if o not in other.overrides]
-        swept = list(dict.fromkeys([*swept, *(o.partition("=")[0] for o in new)]))
-        text = point_label(point.overrides, swept)
-    if any(e.label == text for e in ledger.points):  # of less than the other was given
-        text = f"{text[:110]}-{ledger.next_number()}"
+    if any(e.label == text for e in ledger.points):  # it differs in a key that is not swept
+        text = f"{text[:110]}-{number}"
     if text != point.entry.label:
-        keys = {o.partition("=")[0] for o in point.overrides}
         entry = dataclasses.replace(point.entry, label=text)
-        swept = [key for key in swept if key in keys]
         point = dataclasses.replace(point, entry=entry, swept=swept)
-    return point.moved(ledger.next_number(), ledger.path)
+    return point.moved(number, ledger.path)
 
 
 def is_longer(point: Point) -> bool:
@@ -285,9 +280,8 @@ def refuse_shared(
         return
     for key, value in flat.items():
         section, values = key.partition(".")[0], {repr(other.get(key)) for other in others}
-        if key in swept or section in swept or key in BUDGETS or len(values) > 1:
-            continue
-        if repr(value) in values:
+        own = {key, section} & {*swept, *BUDGETS}
+        if own or len(values) > 1 or repr(value) in values:
             continue
         old = others[0].get(key)
         way = "new points come from keys with several values, others from a sweep of their own"
