@@ -23,24 +23,15 @@ from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
 
-# Columns that say where a point's batch and budget come from, with the swept key that a column
-# would repeat.
-_COLUMNS = {
+# Swept keys that a column would repeat.
+_REPEATED = {
     "micro": "batch.micro_batch_size",
     "accum": "batch.gradient_accumulation_steps",
-    "dp": "",
     "batch": "batch.real_batch_size",
     "length": "batch.sequence_length",
     "steps": "train.max_steps",
     "tokens": "train.max_tokens",
     "epochs": "train.max_epochs",
-    # as far as they are known
-    "FLOPs": "",
-    "fits": "",
-    "GiB": "",
-    "time": "",
-    "GPU-hours": "",
-    "cost": "",
 }
 
 
@@ -152,15 +143,21 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
 
 
 def cells(planned: Planned) -> dict[str, str]:
-    """Return the cells of a point's row."""
+    """Return the cells of a point's row, by their columns, as far as they are known."""
     run, memory, cost = planned.run, planned.memory, planned.cost
-    stages = run.stages[0], run.stages[-1]
-    accumulation = [f"{stage.gradient_accumulation_steps:,}" for stage in stages]
-    real = [f"{stage.real_batch_size:,}" for stage in stages]
-    figures = run.sequence_length, run.max_steps, run.max_tokens
-    texts = [f"{run.micro_batch_size:,}", _range(accumulation), f"{run.dp_size:,}", _range(real)]
-    texts += [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
-    row = dict(zip(_COLUMNS, texts, strict=False))
+    ends = run.stages[0], run.stages[-1]
+    accumulation = dict.fromkeys(f"{stage.gradient_accumulation_steps:,}" for stage in ends)
+    real = dict.fromkeys(f"{stage.real_batch_size:,}" for stage in ends)
+    row = {
+        "micro": f"{run.micro_batch_size:,}",
+        "accum": " to ".join(accumulation),
+        "dp": f"{run.dp_size:,}",
+        "batch": " to ".join(real),
+        "length": f"{run.sequence_length:,}",
+        "steps": f"{run.max_steps:,}",
+        "tokens": f"{run.max_tokens:,}",
+        "epochs": f"{run.max_epochs:.4g}",
+    }
     if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
     if memory.peak_bytes is not None:
@@ -172,10 +169,6 @@ def cells(planned: Planned) -> dict[str, str]:
         if cost.money is not None:
             row["cost"] = f"{cost.money:,.2f}"
     return row
-
-
-def _range(texts: list[str]) -> str:
-    return " to ".join(dict.fromkeys(texts))
 
 
 def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
@@ -219,22 +212,20 @@ def in_all(total: Mapping[str, Any], knobs: Sweep) -> str:
 def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
     """Print the points with the figures that differ, and once those that all share."""
     swept = {key for point in points for key in point.values}
-    shown = [
+    known = dict.fromkeys(name for row in figures for name in row)
+    shown = [name for name in known if _REPEATED.get(name) not in swept]
+    same = [
         name
-        for name, key in _COLUMNS.items()
-        if key not in swept and any(name in f for f in figures)
+        for name in shown
+        if len(points) > 1
+        and name not in ("steps", "tokens")
+        and len({row.get(name) for row in figures}) == 1
     ]
-    alike = [name for name in shown if len({row.get(name) for row in figures}) == 1]
-    same = [name for name in alike if len(points) > 1 and name not in ("steps", "tokens")]
     shown = [name for name in shown if name not in same]
     rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
     names = naming([(p.entry.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
-    print(
-        aligned(
-            [(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)
-        ),
-        flush=True,
-    )
+    rows = [(*a, *b) for a, b in zip(names, rest, strict=True)]
+    print(aligned(rows, left=1, width=width_of(sys.stdout)), flush=True)
     count = plural(len(points), "run")
     if twins:
         count = (
