@@ -43,8 +43,8 @@ def report_sweep(current: Current) -> list[str]:
     It is empty where fewer than two ran or none finished.
     """
     ledger = current.ledger
-    states = {e.folder: e.state for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
-    ran = [state for state in states.values() if state not in ("queued", "infeasible")]
+    states = [e.state for e in ledger.points if rundir.is_run(ledger.path / e.folder)]
+    ran = [state for state in states if state not in ("queued", "infeasible")]
     if len(ran) < 2 or "finished" not in ran:
         return []
     if current.knobs.report == "throughput":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -25,9 +26,9 @@ class Composer:
 
     def __init__(self, base: DictConfig) -> None:
         self._loader, self.base = loader(), base
-        self._parser = OverridesParser.create(config_loader=self._loader)
-        self._parsed: dict[str, Override] = {}
-        self._groups: dict[str, bool] = {}  # whether a key is a group of configs
+        parser = OverridesParser.create(config_loader=self._loader)
+        self._parse = functools.cache(parser.parse_override)
+        self._is_group = functools.cache(self._loader.repository.group_exists)
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
@@ -35,10 +36,7 @@ class Composer:
 
         Raises Hydra's exceptions.
         """
-        for text in overrides:
-            if text not in self._parsed:
-                self._parsed[text] = self._parser.parse_override(text)
-        parsed = [self._parsed[text] for text in overrides]
+        parsed = [self._parse(text) for text in overrides]
         plain = self._plain(parsed)
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
@@ -82,8 +80,3 @@ class Composer:
         """Return whether no other override is for the same key, a section of it or one in it."""
         own = f"{o.key_or_group}."
         return sum(key.startswith(own) or own.startswith(key) for key in keys) == 1
-
-    def _is_group(self, key: str) -> bool:
-        if key not in self._groups:
-            self._groups[key] = self._loader.repository.group_exists(key)
-        return self._groups[key]
