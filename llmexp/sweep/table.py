@@ -306,7 +306,8 @@ def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Iterable[i
         asked = [*rest, f"{key}={value}"]
         copy = with_knobs(config, train={knob: value, "stop_step": None})
         entry = LedgerEntry(0, "", "", None, asked)
-        copies.append(Point(entry, ledger.path, asked, [*ledger.swept, key], copy))
+        swept = [*dict.fromkeys([*ledger.swept, key])]
+        copies.append(Point(entry, ledger.path, asked, swept, copy))
     return place(current, copies)
 
 
