@@ -78,7 +78,7 @@ class Checker:
 
 
 @dataclass
-class Job:
+class Submitted:
     """A run that was submitted, and what its launcher knows of it."""
 
     point: Point

@@ -32,7 +32,7 @@ from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import values_of
-from llmexp.sweep.table import checked, place
+from llmexp.sweep.table import checked, place_points
 from llmexp.system.child import say
 
 OUT = (Verdict.WORSE, Verdict.NEGLIGIBLE)  # such a setting was shown to be worse
@@ -251,7 +251,7 @@ class Deciding:
         if new:
             swept = [*dict.fromkeys([*first[going[0]].swept, SEED])]
             able, refused = checked(current, new, current.ledger.next_number(), swept)
-            self.add(place(current, able, refused))
+            self.add(place_points(current, able, refused))
         asked = [self.settings[s][seed] for seed in self.seeds(count) for s in going
                  if seed in self.settings[s]]  # fmt: skip
         asked = [point for point in asked if point.entry.folder not in self.asked]

@@ -21,7 +21,7 @@ from llmexp.sweep.points import Point, asked_of, expand, grid_of
 from llmexp.sweep.running import run_points, run_rungs
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import name_of, warn_of_budgets
-from llmexp.sweep.table import checked, copies_of, is_longer, left_of, place, startable
+from llmexp.sweep.table import checked, copies_of, is_longer, left_of, place_points, startable
 from llmexp.system.child import say
 
 _SIZES = (8, 16, 32)  # runs of a screen
@@ -94,7 +94,7 @@ def run_grid(current: Current, overrides: Sequence[str]) -> None:
         if len(able) + len(refused) == 1:
             say("one point: no key has several values (train.seed=1,2 would make two)")
     first = ledger.next_number() if ledger else 0
-    points = place(current, able, refused)
+    points = place_points(current, able, refused)
     if ledger is not None:
         new = sum(point.entry.number >= first for point in points) or "none"
         longer = sum(map(is_longer, points))

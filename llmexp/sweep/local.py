@@ -11,7 +11,7 @@ from pathlib import Path
 from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.current import Current, Job
+from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on
 from llmexp.system.fileio import last_line
@@ -32,12 +32,12 @@ class Local:
         self._free = visible_devices(max((p.facts.devices for p in points), default=0))
         self._most = self._knobs.max_parallel or len(self._free) or 1
         self.slots = self._knobs.at_once(len(self._free), [self._need(p) for p in points])
-        self.found: list[Job] = []
+        self.found: list[Submitted] = []
 
     def _need(self, point: Point) -> int:
         return self._knobs.devices_of(point.facts.ranks, point.facts.devices)
 
-    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+    def submit(self, waiting: list[Point], jobs: Sequence[Submitted]) -> list[Submitted]:
         """Start a point, the first one that waits."""
         if len(jobs) >= self._most or (need := self._need(waiting[0])) > len(self._free):
             return []
@@ -57,9 +57,9 @@ class Local:
             self._current.ended(point.entry)
             return []
         self._current.ledger.update(point.entry, forked=isinstance(process, Forked))
-        return [Job(point, process, devices)]
+        return [Submitted(point, process, devices)]
 
-    def look(self, jobs: Sequence[Job]) -> list[Job]:
+    def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         ended = []
         for job in jobs:
             code, path = job.handle.poll(), job.point.path
@@ -74,7 +74,7 @@ class Local:
             ended.append(job)
         return ended
 
-    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+    def cancel(self, jobs: list[Submitted], signal: int | None) -> int:
         if signal is not None:
             for job in jobs:
                 pass_on(job.handle, signal)
@@ -88,7 +88,7 @@ def visible_devices(count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def end_if_silent(job: Job, silence_s: float | None) -> None:
+def end_if_silent(job: Submitted, silence_s: float | None) -> None:
     """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
     now = time.monotonic()
     if silence_s is None or now - job.seen_at < min(_LOOK_S, silence_s):

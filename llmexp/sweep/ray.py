@@ -20,7 +20,7 @@ from llmexp.runs import rundir
 from llmexp.runs.ledger import PointFacts
 from llmexp.settings.commands import how_to_install
 from llmexp.settings.values import AUTO, ConfigError, knob, refuse
-from llmexp.sweep.current import Current, Job
+from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED
@@ -95,7 +95,7 @@ class Ray:
 
         knobs: Knobs = current.place
         self._ray, self._current, self._knobs = ray, current, knobs
-        self.found: list[Job] = []
+        self.found: list[Submitted] = []
         if not ray.is_initialized():
             connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
             current.stack.callback(ray.shutdown)
@@ -103,7 +103,7 @@ class Ray:
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
         self._environment = kept | {"PWD": os.getcwd()}
 
-    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+    def submit(self, waiting: list[Point], jobs: Sequence[Submitted]) -> list[Submitted]:
         """Submit a task for the first point that waits."""
         most = self._current.knobs.max_parallel
         if most is not None and len(jobs) >= most:
@@ -112,9 +112,9 @@ class Ray:
         cpus, gpus = needs(point.facts, self._knobs)
         room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
         task = self._ray.remote(train_task).options(**room)
-        return [Job(point, task.remote(str(point.path.absolute()), self._environment))]
+        return [Submitted(point, task.remote(str(point.path.absolute()), self._environment))]
 
-    def look(self, jobs: Sequence[Job]) -> list[Job]:
+    def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         ended, handles = [], [job.handle for job in jobs]
         done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0) if jobs else ([], ())
         for job in jobs:
@@ -130,7 +130,7 @@ class Ray:
                 self._current.ledger.look(job.point.entry)
         return ended
 
-    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+    def cancel(self, jobs: list[Submitted], signal: int | None) -> int:
         """End all tasks, whatever the signal is; without one, those that have not begun."""
         for job in jobs:
             if signal is not None or not job.seen:

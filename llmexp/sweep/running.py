@@ -20,7 +20,7 @@ from llmexp.runs.steps import STEP_RECORD, steps_up_to
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
-from llmexp.sweep.current import Current, Job
+from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.local import Local
 from llmexp.sweep.points import Point
 from llmexp.sweep.section import Sweep
@@ -37,15 +37,15 @@ class Launcher(Protocol):
 
     pause_s: float  # between two looks
     slots: int  # points that run at once, where that is known
-    found: list[Job]  # of these points, that are at work there already
+    found: list[Submitted]  # of these points, that are at work there already
 
-    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+    def submit(self, waiting: list[Point], jobs: Sequence[Submitted]) -> list[Submitted]:
         """Start what there is room for beside the jobs, and take it from the list of points."""
 
-    def look(self, jobs: Sequence[Job]) -> list[Job]:
+    def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         """Show and record what has changed; return the jobs that have ended."""
 
-    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+    def cancel(self, jobs: list[Submitted], signal: int | None) -> int:
         """Pass a signal on; without one, take back what has not begun.
 
         Return how many runs save a checkpoint first. Jobs that are not waited for leave the list.

@@ -26,7 +26,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.grid import run_copies
 from llmexp.sweep.points import Point, asked_of, grid_of
 from llmexp.sweep.running import run_rungs, score, stop_of
-from llmexp.sweep.table import begin, checked, copies_of, place
+from llmexp.sweep.table import begin_sweep, checked, copies_of, place_points
 from llmexp.system.child import say
 
 _TRIES = 20  # asks for a trial that has not been there before
@@ -50,7 +50,7 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     if current.opened:
         refuse_other(current.ledger, given, space)
-        begin(current)
+        begin_sweep(current)
         say_what_is_there(current, space)
     batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
@@ -63,7 +63,7 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
             break
         texts = [[*given, *(f"{key}={text}" for key, text in one.items())] for one in batch]
         first = current.opened.next_number() if current.opened else 0
-        placed = place(current, *checked(current, texts, first, list(space)))
+        placed = place_points(current, *checked(current, texts, first, list(space)))
         run_rungs(current, placed)
         batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == there:

@@ -129,7 +129,7 @@ class Sweep:
 # Where a knob may be given; with a default of its own it may always have that.
 _IN_A_GRID, _NO_SCREEN = where("sweep.search.trials", None), where("sweep.screen", None)
 _ONE_BY_ONE = where("sweep.decide", False)
-RULES = (
+_RULES = (
     *((name, where("sweep.decide")) for name in DECIDING),
     ("halving_keep", where("sweep.halving")),
     ("halving", _ONE_BY_ONE),
@@ -145,7 +145,7 @@ def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
     """Return the section `sweep`. Raises ConfigError, also for what does nothing beside others."""
     found = convert_section(Sweep, mapping, "sweep.")
     flat = flatten(dataclasses.asdict(found), "sweep.")
-    for name, condition in RULES:
+    for name, condition in _RULES:
         value = flat[f"sweep.{name}"]
         called_off = found.resume is not None and name == "halving_keep"
         plain = not value or value == getattr(Sweep, name, None)

@@ -19,7 +19,7 @@ from llmexp.runs.ending import Left, conclude_run
 from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, count, knob, refuse
-from llmexp.sweep.current import Current, Job
+from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.points import Point
 from llmexp.sweep.show import Display, name_of
 from llmexp.sweep.slurm_job import client, states
@@ -169,13 +169,13 @@ def fixed_here(config: Config, path: Path) -> str:
     return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
 
 
-def live_jobs(points: Sequence[Point]) -> list[Job]:
+def live_jobs(points: Sequence[Point]) -> list[Submitted]:
     """Return earlier jobs of these points that have not ended. Raises ConfigError."""
     known = []
     for point in points:
         with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
             job = fileio.read_json(point.path / JOB).get("job_id")
-            known.append(Job(point, str(job)))
+            known.append(Submitted(point, str(job)))
     if not known:
         return []
     try:
@@ -208,7 +208,7 @@ class Slurm:
         self._changed_at = self._next_look = time.monotonic()
         self._cancelled: list[Path] = []
 
-    def submit(self, waiting: list[Point], jobs: Sequence[Job]) -> list[Job]:
+    def submit(self, waiting: list[Point], jobs: Sequence[Submitted]) -> list[Submitted]:
         """Submit all, one job array for those that need the same nodes. Raises ConfigError."""
         if note := fixed_here(waiting[0].config, waiting[0].path):
             self._say(f"note: {note}")
@@ -220,7 +220,7 @@ class Slurm:
             run = point.facts.run
             shape = (run["nnodes"], run["nproc_per_node"], run["device"])
             alike.setdefault(shape, []).append(point)
-        submitted: list[Job] = []
+        submitted: list[Submitted] = []
         for number, points in enumerate(alike.values()):
             script = where / f"jobs-{number}.sh"
             paths = [point.path for point in points]
@@ -233,7 +233,7 @@ class Slurm:
                 raise ConfigError("failed", f"hydra/launcher=slurm: {text}") from None
             for point, job in zip(points, ids, strict=True):
                 fileio.write_json(point.path / JOB, {"job_id": job})
-                submitted.append(Job(point, job))
+                submitted.append(Submitted(point, job))
         for point in waiting:
             ledger.update(point.entry, attempts=point.entry.attempts + 1)
         count = plural(len(submitted), "job")
@@ -241,7 +241,7 @@ class Slurm:
         waiting.clear()
         return submitted
 
-    def look(self, jobs: Sequence[Job]) -> list[Job]:
+    def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         now = time.monotonic()
         if now < self._next_look:
             return []
@@ -255,7 +255,7 @@ class Slurm:
         self._next_look = now + (1 if now - self._changed_at < 60 else 10)
         return ended
 
-    def _is_over(self, job: Job, now: float) -> bool:
+    def _is_over(self, job: Submitted, now: float) -> bool:
         """Show a change of a job's state; return whether that is the last one."""
         state, reason = self._states.get(job.handle, ("", ""))
         gone = self._answers and (state in OVER or not state)
@@ -274,7 +274,7 @@ class Slurm:
             self._say(f"{job.handle:<12} {name_of(entry, self._current.ledger.swept)}  {text}")
         return over
 
-    def _end(self, job: Job, own: str | None, how: str) -> str:
+    def _end(self, job: Submitted, own: str | None, how: str) -> str:
         """Record how the run of a job ended that did so itself, and return it in words."""
         if own == "queued" and job.point.path in self._cancelled:  # unless it had begun
             return f"queued; the job {how}"
@@ -289,7 +289,7 @@ class Slurm:
         }
         return texts[end.state]
 
-    def cancel(self, jobs: list[Job], signal: int | None) -> int:
+    def cancel(self, jobs: list[Submitted], signal: int | None) -> int:
         """Leave the jobs alone; without a signal, take those back that have not started."""
         if signal is None:
             own = {job.handle: rundir.read_status(job.point.path).get("state") for job in jobs}

@@ -1,8 +1,8 @@
 """The table of a sweep's runs: compose and check what is asked for, match it with what is there.
 
 A policy (a grid, seeds until decided, a search, twins) asks for runs by their overrides, or for
-copies of one; `place` gives each the entry that the ledger has of it, or a new one, and lengthens
-those that get a longer budget.
+copies of one; `place_points` gives each the entry that the ledger has of it, or a new one, and
+lengthens those that get a longer budget.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def open_ledger(current: Current) -> None:
     current.opened = ledger
 
 
-def begin(current: Current) -> None:
+def begin_sweep(current: Current) -> None:
     """Begin, once, what may be written: from here on signals are noted, and there is an answer."""
     if current.begun:
         return
@@ -128,7 +128,7 @@ def checked(
     return able, refused
 
 
-def place(
+def place_points(
     current: Current, points: Sequence[Point], refused: Sequence[LedgerEntry] = ()
 ) -> list[Point]:
     """Return the points as the ledger has them, each once, and record those that are left out.
@@ -140,7 +140,7 @@ def place(
         known = entries_of(current.ledger, points)
     if current.opened and current.grid and not current.begun:
         longer = lengthened(current, [p for p in points if p.identity not in known])
-    begin(current)
+    begin_sweep(current)
     ledger, placed = current.ledger, dict[str, Point]()
     for point in points:
         entry, more = known.get(point.identity), longer.get(point.identity)
@@ -308,7 +308,7 @@ def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Iterable[i
         entry = LedgerEntry(0, "", "", None, asked)
         swept = [*dict.fromkeys([*ledger.swept, key])]
         copies.append(Point(entry, ledger.path, asked, swept, copy))
-    return place(current, copies)
+    return place_points(current, copies)
 
 
 def left_of(current: Current, entries: Iterable[LedgerEntry]) -> list[Point]:
