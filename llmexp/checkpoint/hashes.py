@@ -10,18 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.settings.kinds import Kind
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import file_state, sha256
 
 OPENING = os.O_RDONLY | os.O_CLOEXEC
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ConfigError):
     """A checkpoint is missing, damaged or does not fit; the text names the file."""
-
-    def __init__(self, text: str, kind: Kind = "damaged_file") -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -90,9 +86,11 @@ def open_undamaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
         try:
             whole = found[file].result() == wanted
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+            raise CheckpointError("damaged_file", f"{file} cannot be read: {error}") from None
         if not whole:
-            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+            raise CheckpointError(
+                "damaged_file", f"{file} does not match the size and sha256 of its manifest"
+            )
     return opened
 
 
@@ -102,4 +100,4 @@ def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -
         with contextlib.suppress(OSError):  # it may be gone
             if file_state(file) == before[file]:
                 continue
-        raise CheckpointError(f"{file} was changed while it was read; resume again")
+        raise CheckpointError("damaged_file", f"{file} was changed while it was read; resume again")

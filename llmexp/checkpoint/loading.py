@@ -121,8 +121,9 @@ def newest_whole(
             warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
     if found:
         raise CheckpointError(
+            "damaged_file",
             f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over "
-            "them: put a whole copy of one in its place, or move this folder away to begin anew"
+            "them: put a whole copy of one in its place, or move this folder away to begin anew",
         )
     return None
 
@@ -145,7 +146,7 @@ def read_checkpoint(
     hashed: dict[Path, dict[str, Any]] = {}
     if bad := [name[:100] for name, _ in files if not FILE_NAME.fullmatch(name)]:
         raise CheckpointError(
-            f"{path / MANIFEST} names {bad[0]!r}, which is no file of a checkpoint"
+            "damaged_file", f"{path / MANIFEST} names {bad[0]!r}, which is no file of a checkpoint"
         )
     if kinds is None:
         there = {re.split(r"[-.]", name)[0] for name, _ in files if name != STATE}
@@ -155,16 +156,18 @@ def read_checkpoint(
         try:
             seen[file] = file_state(file)
         except OSError:
-            raise CheckpointError(f"{file} is missing") from None
+            raise CheckpointError("damaged_file", f"{file} is missing") from None
         if not name.startswith((*kinds, STATE)):
             continue
         if not isinstance(expected, dict) or seen[file][1] != expected.get("size"):
-            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+            raise CheckpointError(
+                "damaged_file", f"{file} does not match the size and sha256 of its manifest"
+            )
         if hash_share is not None and number % hash_share[1] == hash_share[0]:
             hashed[file] = expected
     open_files = open_undamaged(hashed)
     if STATE not in manifest["files"]:
-        raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
+        raise CheckpointError("damaged_file", f"{path / STATE} is missing in {MANIFEST}")
     try:
         with open_files.whole(path / STATE) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -172,7 +175,7 @@ def read_checkpoint(
             raise ValueError(f"{STATE} holds no section of values")
         pieces = _pieces(path, manifest, kinds)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError("damaged_file", f"{path} cannot be read: {error}") from None
     return Loaded(path, step, manifest, state, pieces, seen, open_files)
 
 
@@ -183,10 +186,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         there = int(manifest["format"])  # before the keys, which may be others
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
+        raise CheckpointError(
+            "damaged_file", f"{file} is missing or unreadable ({error})"
+        ) from None
     check_format(file, there, CHECKPOINT_FORMAT)
     if not (isinstance(manifest.get("step"), int) and isinstance(manifest.get("files"), dict)):
-        raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
+        raise CheckpointError("damaged_file", f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
 
 
@@ -227,7 +232,9 @@ def restore_model(loaded: Loaded, model: nn.Module, computed: bool = True) -> No
         wanted = buffers if computed else buffers.keys() & model.state_dict().keys()
         _restore_buffers({name: buffers[name] for name in wanted}, model)
     except (AttributeError, KeyError) as error:
-        raise CheckpointError(f"{loaded.path / STATE}: other buffers: {error}") from None
+        raise CheckpointError(
+            "damaged_file", f"{loaded.path / STATE}: other buffers: {error}"
+        ) from None
 
 
 @torch.no_grad()
@@ -262,7 +269,7 @@ def fill_all(
     if missing := sorted(tensors.keys() - pieces.keys()):
         like = next(iter(pieces.values()))[0].file
         raise CheckpointError(
-            f"{like} does not hold all tensors; missing: {', '.join(missing[:8])}"
+            "damaged_file", f"{like} does not hold all tensors; missing: {', '.join(missing[:8])}"
         )
     _fill(loaded, [(piece_of(tensor), pieces[name]) for name, tensor in tensors.items()])
 
@@ -280,7 +287,7 @@ def _fill(loaded: Loaded, wanted: Iterable[tuple[Piece, list[StoredPiece]]]) -> 
             read = functools.partial(loaded.open_files.read, file)
             used = [copy_overlap(own, piece, read) for own, piece in pairs]
         except Exception as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+            raise CheckpointError("damaged_file", f"{file} cannot be read: {error}") from None
         if any(used):
             refuse_changed([file], loaded.seen)
         loaded.open_files.close(file)
@@ -324,8 +331,8 @@ def restore_optimizers(
     }
     if differing := sorted(own.keys() ^ saved.keys()):
         raise CheckpointError(
-            f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}",
             "wrong_weights",
+            f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}",
         )
 
     for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
@@ -360,6 +367,6 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}",
             "wrong_weights",
+            f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}",
         )

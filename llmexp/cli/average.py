@@ -56,15 +56,11 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
         raise ConfigError("out_of_range", f"{names[0]}: is one checkpoint; for example --last 5")
     folder = out or default_folder(found, weights)
     check_new(folder, "--out")
-    from llmexp.checkpoint.hashes import CheckpointError
     from llmexp.exchange import average as exchange
     from llmexp.exchange.reading import open_checkpoint
 
-    try:
-        opened = [open_checkpoint(path, step, weights) for path, step in found]
-        exchange.write_average(opened, weights, folder)
-    except CheckpointError as error:
-        raise ConfigError(error.kind, str(error)) from None
+    opened = [open_checkpoint(path, step, weights) for path, step in found]
+    exchange.write_average(opened, weights, folder)
     size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())
     return Averaged(folder, weights, [one.step for one in opened], size)
 

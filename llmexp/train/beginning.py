@@ -128,11 +128,13 @@ def restore(
             progress.best_val_loss, progress.loss = math.inf, None
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
-    except loading.CheckpointError:
+    except ConfigError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         file = loaded.path / loading.STATE
-        raise loading.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
+        raise loading.CheckpointError(
+            "damaged_file", f"{file} is not the state of this run: {error!r}"
+        ) from error
     return progress, meter
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from llmexp import mesh
-from llmexp.checkpoint.loading import CheckpointError
 from llmexp.data.stream import DataChanged
 from llmexp.mesh.groups import STARTED
 from llmexp.runs import ending, rundir
@@ -26,10 +25,8 @@ from llmexp.train import group
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import TrainingFailed
 
-# A run that has not begun is refused by these.
-REFUSALS = (ConfigError, CheckpointError)
 # These say all in their text, and would come again: they need no trace and no restart.
-EXPLAINED = (*REFUSALS, TrainingFailed, Unwritable, DataChanged)
+EXPLAINED = (ConfigError, TrainingFailed, Unwritable, DataChanged)
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def failure_of(
     if isinstance(error, SystemExit) and not STOP.training:  # by a signal
         code = error.code if isinstance(error.code, int) else FAILED
         return Failure(code, "stopped before the first step", state="preempted")
-    code = REFUSED if isinstance(error, REFUSALS) and not STOP.training else FAILED
+    code = REFUSED if isinstance(error, ConfigError) and not STOP.training else FAILED
     if isinstance(error, EXPLAINED):
         return Failure(code, str(error))
     text = f"{type(error).__name__}: {error}"

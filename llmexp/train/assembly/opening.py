@@ -52,13 +52,10 @@ def open_run(
     ConfigError.
     """
     config = rundir.built_config(path)
-    try:
-        loaded = open_checkpoint(path, step, weights, joined)
-        tokenizer, model = _build(config, late=joined is not None)
-        loss = None if joined is None else _shared(model, joined)
-        loading.restore_model(loaded, model)
-    except loading.CheckpointError as error:
-        raise ConfigError(error.kind, str(error)) from None
+    loaded = open_checkpoint(path, step, weights, joined)
+    tokenizer, model = _build(config, late=joined is not None)
+    loss = None if joined is None else _shared(model, joined)
+    loading.restore_model(loaded, model)
     return Opened(path, loaded.step, config, tokenizer, model, loss)
 
 
@@ -132,8 +129,6 @@ def export_run(
         return export_model(
             loaded, section, tokenizer, folder, form, path, weights=weights, check=check
         )
-    except loading.CheckpointError as error:
-        raise ConfigError(error.kind, str(error)) from None
     except OSError as error:
         raise ConfigError("disk", f"{folder}: cannot be written: {error.strerror}") from None
 
