@@ -99,6 +99,7 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
         "age_s": None if changed is None else max(0.0, time.time() - changed),
         "size": disk_size(path),
         "error": run.error,
+        "kind": run.status.get("kind") if run.error else None,
     }
     return {key: value for key, value in whole.items() if value not in (None, "")}
 

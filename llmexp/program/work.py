@@ -53,9 +53,11 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
     printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
     why = "\n".join(printed) or f"llmexp train ended with exit code {code}"
     if code == REFUSED:
-        error = json.loads(text or "{}").get("error") or {"key": None, "code": "failed"}
+        found = json.loads(text or "{}")
+        kinds = [run["kind"] for run in found.get("runs", ()) if "kind" in run]
+        error = found.get("error") or {"key": None, "code": (*kinds, "failed")[0]}
         raise refusal(error | {"message": why})
-    found: dict[str, Any] = {"path": "", "runs": []}
+    found = {"path": "", "runs": []}
     if text or code == DONE:
         found = result_of(text, overrides)
     runs = [load(run["path"]) for run in found["runs"]]

@@ -171,6 +171,7 @@ class _Status(TypedDict, total=False):
     pid: int
     host: str | None
     error: str | None
+    kind: str  # of the error
     exit_code: int | None
     summary: dict[str, float | None]
     clip: _Clip

@@ -11,7 +11,8 @@ Kind = Literal[
     "not_allowed", "secret", "bad_data", "damaged_file", "too_little_data", "too_large",
     "wrong_tokenizer", "wrong_weights", "not_finite", "no_device", "wrong_ranks", "exists",
     "busy", "not_a_run", "no_checkpoint", "other_run", "other_format", "finished_run",
-    "cannot_compare", "cannot_fit", "cannot_verify", "bad_own_part", "network", "disk", "failed",
+    "cannot_compare", "cannot_fit", "cannot_verify", "bad_own_part", "network", "disk",
+    "interrupted", "failed",
 ]  # fmt: skip
 
 MEANING: dict[Kind, str] = {
@@ -50,7 +51,8 @@ MEANING: dict[Kind, str] = {
     "bad_own_part": "a model, optimizer, tokenizer, source or hook of one's own fails or misfits",
     "network": "a server does not answer, or refuses",
     "disk": "a file or folder cannot be read or written",
-    "failed": "what was started to find an answer failed",
+    "interrupted": "a signal stopped it",
+    "failed": "a step or a process that was started failed",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from llmexp import mesh
 from llmexp.data.stream import DataChanged
 from llmexp.mesh.groups import STARTED
 from llmexp.runs import ending, rundir
+from llmexp.settings.kinds import Kind, kind_of_error
 from llmexp.settings.targets import own_line
 from llmexp.settings.values import ConfigError
 from llmexp.system.child import FAILED, REFUSED, STOP
@@ -36,6 +37,7 @@ class Failure:
     exit_code: int
     text: str
     trace: str = ""
+    kind: Kind = "failed"
     final: bool = True  # a restart would only meet it again
     state: str = "failed"
 
@@ -49,10 +51,10 @@ def failure_of(
     """Return how an exception ends the run: exit code, words, and whether a restart would help."""
     if isinstance(error, SystemExit) and not STOP.training:  # by a signal
         code = error.code if isinstance(error.code, int) else FAILED
-        return Failure(code, "stopped before the first step", state="preempted")
+        return Failure(code, "stopped before the first step", "", "interrupted", state="preempted")
     code = REFUSED if isinstance(error, ConfigError) and not STOP.training else FAILED
     if isinstance(error, EXPLAINED):
-        return Failure(code, str(error))
+        return Failure(code, str(error), kind=kind_of_error(error))
     text = f"{type(error).__name__}: {error}"
     local = isinstance(error, OSError)  # a file system, say, that timed out: no rank is missing
     if isinstance(error, torch.AcceleratorError):  # the rest is advice for a debugger
@@ -70,7 +72,7 @@ def failure_of(
             f"batch.gradient_accumulation_steps computes the same ({reason})"
         )
         where = own_line(error, or_any=False)
-        return Failure(code, f"{text} ({where})" if where else text, final=False)
+        return Failure(code, f"{text} ({where})" if where else text, kind="too_large", final=False)
     if path is not None and parts is not None and joined is not None and not local:
         timeout_s = parts.config.parallelism.timeout_s
         absent = group.why_absent(path, joined.rank, joined.world_size, text, timeout_s)
@@ -78,7 +80,7 @@ def failure_of(
             return Failure(code, absent, final=False)
     where = own_line(error, or_any=False)
     text = f"{text} ({where})" if where else text
-    return Failure(code, text, traceback.format_exc(), final=False)
+    return Failure(code, text, traceback.format_exc(), kind_of_error(error), final=False)
 
 
 def record_failure(path: Path | None, failure: Failure, *, ours: bool) -> int:
@@ -102,7 +104,7 @@ def record_failure(path: Path | None, failure: Failure, *, ours: bool) -> int:
     with contextlib.suppress(OSError):  # the disk may be what failed
         # of several ranks, the first one to fail names the cause
         if rank is None or rundir.read_status(path).get("state") != "failed":
-            ending.record_end(path, failure.state, code, text)
+            ending.record_end(path, failure.state, code, text, kind=failure.kind)
     return code
 
 

@@ -18,6 +18,7 @@ from llmexp.metrics.meter import Meter
 from llmexp.run.stages import Begin
 from llmexp.runs import rundir
 from llmexp.runs.rows import Figures
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 from llmexp.train import checkpointing, failing, worker
 from llmexp.train.checkpointing import finish_alone
@@ -224,6 +225,15 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
     assert (tmp_path / "committed").exists() == (not lost)
     assert len(loop.out.console.lines) == lost
     assert not lost or "step 2 was not finished: rank 1" in loop.out.console.lines[0]
+
+
+def test_a_failure_is_recorded_with_its_kind(tmp_path):
+    errors = ConfigError("busy", "x"), Unwritable("x"), DataChanged("x"), RuntimeError("x")
+    for error, kind in zip(errors, ("busy", "disk", "bad_data", "failed"), strict=True):
+        failing.record_failure(tmp_path, failing.failure_of(error), ours=True)
+        assert rundir.read_status(tmp_path)["kind"] == kind
+    rundir.write_status(tmp_path, "running")
+    assert "kind" not in rundir.read_status(tmp_path)
 
 
 def test_only_known_errors_of_files_are_final():
