@@ -12,6 +12,7 @@ from llmexp.compare import table
 from llmexp.compare.comparing import NEGLIGIBLE, compare, no_runs_found
 from llmexp.compare.figures import UNITS
 from llmexp.compare.records import Result
+from llmexp.compare.sources import ONLINE
 from llmexp.compare.strangers import Asked
 from llmexp.settings.kinds import Kind
 from llmexp.settings.values import ConfigError, Parser
@@ -19,6 +20,7 @@ from llmexp.system import fileio
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn
 from llmexp.system.text import columns
+from llmexp.tracker.reading import send_marks
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +50,10 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("cannot_compare", no_runs_found(comparison))
     for problem in comparison.problems:
         warn(problem)
+    if args.answer:
+        marks = {str(path): mark for path, mark in table.marks_of(comparison).items()}
+        there = {p.removeprefix(ONLINE): m for p, m in marks.items() if p.startswith(ONLINE)}
+        send_marks(there)
     for path in args.out:
         write_file("--out", path, _FORMS[path.suffix.lower()](comparison))
     if args.json:
@@ -60,7 +66,7 @@ def main(arguments: list[str]) -> int:
 def of_others(args: Namespace) -> Asked:
     """Return what the command line says about runs that llmexp did not train."""
     by = [key.strip() for key in (args.by or "").split(",") if key.strip()]
-    return Asked(args.figure, args.better, by, args.seed, args.curves)
+    return Asked(args.figure, args.better, by, args.seed, args.curves, args.filter)
 
 
 def _page(comparison: Result) -> str:
@@ -111,12 +117,13 @@ OF_OTHERS = {
     "--by": ("KEYS", "of tables: the settings, such as lr,clip (default: what varies)"),
     "--seed": ("KEY", "of tables: the seed"),
     "--curves": ("FILE", "of a table with a line a run: its curves, by run and step or tokens"),
+    "--filter": ("KEY=VALUE", "of wandb: runs to take, such as config.lr=0.1, or its JSON"),
 }
 _ARGUMENTS = {
     "paths*": (
         "PATH",
-        "runs, sweeps, folders of them, globs (default: outputs); or a table of runs of others: "
-        "FILE.csv, .jsonl, .parquet",
+        "runs, sweeps, folders of them, globs (default: outputs); or runs of others: FILE.csv, "
+        ".jsonl, .parquet, wandb:ENTITY/PROJECT[/GROUP], wandb/offline-run-*",
     ),
     "--align": (None, f"what runs must have had alike: {', '.join(UNITS)}", "tokens"),
     "--sort": ("KEY", "figure that orders the table, such as tokens_per_sec"),
@@ -130,6 +137,7 @@ _ARGUMENTS = {
         "compare by where runs first reach a figure, such as val/loss=3.28",
     ),
     **OF_OTHERS,
+    "--answer": "also write the marks into the summaries of the runs of wandb",
     "--json": "print everything as JSON instead",
     "--out": {
         "action": "append",

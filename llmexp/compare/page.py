@@ -14,12 +14,11 @@ from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document
 from llmexp.compare.figures import UNITS
 from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
-from llmexp.compare.table import columns_in_full, shown_columns
+from llmexp.compare.table import columns_in_full, marks_of, shown_columns
 from llmexp.settings.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 from llmexp.tracker.answer import SweepAnswer
-from llmexp.tracker.wandb import MARKS
 
 
 def write_beside(comparison: Result, where: Path) -> Path:
@@ -36,14 +35,8 @@ def mirrored(c: Result) -> SweepAnswer:
     standing = ("name", "mark", "difference", "half", "basis")
     table = {k: full.pop(k) for k in standing} | {"seeds": [len(s.runs) for s in settings]}
     table |= {"state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"}}
-    marks = {}
-    for s in settings:
-        for run in s.runs:
-            figures = (None, None) if run.out else (s.size, s.half)
-            values = (run.out or s.mark or None, *figures)
-            marks[run.path] = dict(zip(MARKS, values, strict=True))
     notes = "\n".join([c.headline, "", *(f"- {note}" for note in c.notes)])
-    return SweepAnswer(notes.strip(), table, page(c), marks)
+    return SweepAnswer(notes.strip(), table, page(c), marks_of(c))
 
 
 def page(c: Result, inline: bool = True) -> str:

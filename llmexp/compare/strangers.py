@@ -100,10 +100,10 @@ def state_of(text: object) -> str:
     return next((state for state, known in _STATES.items() if word in known.split()), "")
 
 
-def records_of(runs: Sequence[OtherRun], asked: Asked) -> tuple[list[Record], list[str]]:
-    """Return runs as records, and what was guessed. Raises ConfigError for what must be asked."""
-    said = list[str]()
-    figure = asked.figure or _figure(runs, said)
+def records_of(
+    runs: Sequence[OtherRun], asked: Asked, figure: str, said: list[str]
+) -> list[Record]:
+    """Return runs as records. Raises ConfigError for what cannot be guessed and said."""
     better = _better(figure, asked.better)
     seed = asked.seed or _seed(runs, asked, said)
     by = asked.by or _settings(runs, figure, seed, said)
@@ -144,15 +144,18 @@ def records_of(runs: Sequence[OtherRun], asked: Asked) -> tuple[list[Record], li
     if not any(np.isfinite(r.columns[figure]).any() for r in found):
         text = "no run has a number of that name; a decimal sign is a point, such as 2.9"
         raise ConfigError("cannot_compare", f"--figure {figure}: {text}")
-    return found, said
+    return found
 
 
 def _keys(runs: Iterable[OtherRun]) -> list[str]:
     return list(dict.fromkeys(k for run in runs for k in (*run.values, *(run.curve or ()))))
 
 
-def _figure(runs: Sequence[OtherRun], said: list[str]) -> str:
+def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
+    """Return the figure that is judged. Raises ConfigError where it must be asked."""
     keys = _keys(runs)
+    if asked.figure:
+        return asked.figure
     for usual in _USUAL:
         if found := [k for k in keys if k.lower() == usual]:
             said.append(f"Figure: {found[0]} (--figure names another).")

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -22,6 +23,7 @@ from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
 from llmexp.system.text import in_lines, padded_cells
+from llmexp.tracker.wandb import MARKS
 
 _STYLES = {
     "best": "bold green",
@@ -198,6 +200,17 @@ def columns_in_full(c: Result, ends: bool = True) -> dict[str, list[Any]]:
             for i, end in enumerate(("low", "high")):
                 found[f"{key} {end}"] = [s.intervals.get(key, (None, None))[i] for s in of]
     return found | {"note": [s.note or None for s in of]}
+
+
+def marks_of(c: Result) -> dict[Path, dict[str, Any]]:
+    """Return what a tracker keeps of each run: its mark, the difference, half its interval."""
+    marks = {}
+    for s in c.settings:
+        for run in s.runs:
+            figures = (None, None) if run.out else (s.size, s.half)
+            values = (run.out or s.mark or None, *figures)
+            marks[run.path] = dict(zip(MARKS, values, strict=True))
+    return marks
 
 
 def _rows_of(c: Result) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def compare(  # noqa: PLR0913 (what the command takes)
     by: Sequence[str] = (),
     seed: str | None = None,
     curves: str | Path | None = None,
+    filter: str | None = None,
 ) -> Answer:
     """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does.
 
@@ -92,7 +93,7 @@ def compare(  # noqa: PLR0913 (what the command takes)
 
     how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible, "target": target}
     keys = [by] if isinstance(by, str) else list(by)
-    asked = Asked(figure, better, keys, seed, curves)
+    asked = Asked(figure, better, keys, seed, curves, filter)
     try:
         comparison = comparing.compare(_paths(paths), **how, asked=asked)
     except ConfigError as error:

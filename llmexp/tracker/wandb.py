@@ -1,4 +1,4 @@
-"""Call wandb. No other file imports it."""
+"""Call wandb. No other file but reading.py imports it."""
 
 from __future__ import annotations
 

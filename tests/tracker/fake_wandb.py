@@ -36,6 +36,8 @@ class FakeRun:
     config: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     preempting: bool = False
+    state: str = "finished"
+    heartbeat: str = "2030-01-01T00:00:00Z"
 
 
 class FakeWandb:
@@ -171,6 +173,25 @@ class FakeWandb:
             case "Viewer" | "GetDefaultEntity":
                 who = {"id": "u", "entity": "someone", "username": "someone", "flags": "{}"}
                 return {"viewer": who}
+            case "Runs":
+                return self.listed(variables)
+            case "RunHistoryKeys" if run:
+                steps = [row["_step"] for row in run.rows]
+                known = {"lastStep": max(steps, default=-1), "keys": {}}
+                return {"project": {"run": {"historyKeys": known}}}
+            case "RunParquetHistory" if run := self.runs.get(variables["runName"]):
+                found = {"parquetUrls": [], "liveData": []}
+                return {"project": {"run": {"parquetHistory": found}}}
+            case "SampledHistoryPage" if run := self.runs.get(variables["run"]):
+                spec = json.loads(variables["spec"])
+                low, high, keys = spec["minStep"], spec["maxStep"], spec["keys"]
+                rows = [row for row in run.rows if low <= row["_step"] <= high]
+                rows = [{k: row[k] for k in keys} for row in rows if {*keys} <= row.keys()]
+                return {"project": {"run": {"sampledHistory": [rows]}}}
+            case "HistoryPage" if run := self.runs.get(variables["run"]):
+                low, high = variables["minStep"], variables["maxStep"]
+                rows = [json.dumps(row) for row in run.rows if low <= row["_step"] < high]
+                return {"project": {"run": {"history": rows}}}
             case "Run" if run:
                 who = {"name": "someone", "username": "someone"}
                 bucket = {"id": variables["name"], "name": variables["name"], "tags": []}
@@ -214,6 +235,24 @@ class FakeWandb:
                 made = {"runID": "b", "uploadHeaders": [], "files": files}
                 return {"createRunFiles": made}
         return {}
+
+    def listed(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """A page of the runs of a project, of a group where one is asked for."""
+        group, begin = json.loads(variables["filters"]).get("group"), int(variables["cursor"] or 0)
+        runs = [r for r in self.runs.items() if group in (None, r[1].variables.get("groupName"))]
+        end, edges = begin + variables["perPage"], list[dict[str, Any]]()
+        for i, (name, run) in enumerate(runs[begin:end], begin + 1):
+            about = {"id": name, "name": name, "tags": [], "systemMetrics": "{}"}
+            about |= {"displayName": run.variables.get("displayName"), "user": {"name": "someone"}}
+            about |= {"jobType": run.variables.get("jobType"), "projectId": "1"}
+            about |= {"config": json.dumps(run.config), "summaryMetrics": json.dumps(run.summary)}
+            about |= {"state": run.state, "historyLineCount": len(run.rows)}
+            edges.append({"cursor": str(i), "node": about | {"heartbeatAt": run.heartbeat}})
+        page = {"endCursor": str(end), "hasNextPage": end < len(runs)}
+        found = {"edges": edges, "pageInfo": page, "totalCount": len(runs)}
+        return {
+            "project": {"internalId": "1", "runCount": len(runs), "readOnly": False, "runs": found}
+        }
 
     def place(self, name: str) -> dict[str, Any]:
         """Where a file is to be put."""

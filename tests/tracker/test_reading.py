@@ -1,0 +1,135 @@
+"""Runs of wandb that llmexp compares: the real client against a server, and offline folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmexp.program.judging import compare
+from llmexp.settings.values import ConfigError
+from tests.conftest import HANG_S, Result, llmexp
+from tests.tracker.fake_wandb import FakeRun, FakeWandb
+from tests.tracker.test_answer import MARKS
+from tests.tracker.test_sync import KEY
+
+LOSSES = {0.1: (3.3, 3.312, 3.304), 0.2: (3.1, 3.111, 3.109), 0.3: (3.105, 3.121, 3.11)}
+
+
+def filled(server: FakeWandb) -> None:
+    """Three settings and three seeds, each of three rows; an answer, and a run of another group."""
+    for lr, losses in LOSSES.items():
+        for seed, loss in enumerate(losses, 1):
+            config = {"optim": {"value": {"lr": lr}}, "seed": {"value": seed}}
+            rows = [
+                {"_step": i, "iter": 10 * i, "val_loss": loss + 1.0 - i / 2, "other": 1.0}
+                for i in range(3)
+            ]
+            about = {"displayName": f"r{lr}-{seed}", "groupName": "g/1"}
+            last = {"val_loss": loss, "iter": 20, "_step": 2, "text": "x"}
+            server.runs[f"{lr}-{seed}"] = FakeRun(about, rows, summary=last, config=config)
+    server.runs["answer"] = FakeRun({"jobType": "compare", "groupName": "g/1"})
+    server.runs["stray"] = FakeRun({"groupName": "h"}, summary={"val_loss": 1.0})
+
+
+def compared(tmp_path: Path, server: FakeWandb, *more: str) -> Result:
+    words = ("compare", "wandb:someone/p/g/1", "--figure", "val_loss", "--json", *more)
+    login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+    login |= {"WANDB_MODE": "online", "LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+    return llmexp(*words, cwd=tmp_path, **login)
+
+
+def judged(data: dict[str, Any]) -> dict[str, Any]:
+    keys = ("mark", "difference", "half", "val_loss")
+    return {run["label"]: [run[key] for key in keys] for run in data["runs"]}
+
+
+def in_a_table(path: Path) -> dict[str, Any]:
+    lines = ["run,lr,seed,iter,val_loss"]
+    for lr, losses in LOSSES.items():
+        for seed, loss in enumerate(losses, 1):
+            lines += [f"{lr}-{seed},{lr},{seed},{10 * i},{loss + 1.0 - i / 2}" for i in range(3)]
+    path.write_text("\n".join(lines))
+    return judged(compare(path).data)
+
+
+def test_a_project_is_judged_as_a_table_is_and_read_once(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        filled(server)
+        first = compared(tmp_path, server)
+        assert first.code == 0, first.err
+        assert judged(json.loads(first.out)) == in_a_table(tmp_path / "t.csv")
+        before = server.requests
+        again = compared(tmp_path, server)
+        assert again.out == first.out
+        spent, before = server.requests - before, server.requests
+        assert not any(MARKS[0] in r.summary for r in server.runs.values())
+        server.runs["0.1-1"].heartbeat = "2030-01-02T00:00:00Z"
+        server.runs["0.1-1"].rows[-1]["val_loss"] = 3.4
+        changed = compared(tmp_path, server)
+        assert changed.out != first.out
+        assert server.requests - before > spent  # that run alone
+
+
+def test_marks_are_written_back_when_asked(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        filled(server)
+        done = compared(tmp_path, server, "--answer")
+        assert done.code == 0, done.err
+        runs = json.loads(done.out)["runs"]
+        marks = {path.rpartition("/")[2]: run["mark"] for run in runs for path in run["paths"]}
+        assert len(marks) == 9
+        for name, mark in marks.items():
+            assert server.runs[name].summary[MARKS[0]] == mark
+        assert MARKS[0] not in server.runs["stray"].summary
+
+
+@pytest.mark.parametrize("behaviour", ["hangs", "rate limited"])
+def test_a_server_that_fails_ends_in_time_with_words(tmp_path: Path, behaviour: Any) -> None:
+    with FakeWandb(behaviour) as server:
+        filled(server)
+        done = compared(tmp_path, server)
+        assert done.code == 2
+        error = json.loads(done.out)["error"]
+        assert error["code"] == "network"
+        assert "wandb:someone/p/g/1" in error["message"]
+
+
+def test_no_server_and_no_login_are_said(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        pass
+    done = compared(tmp_path, server)
+    assert done.code == 2
+    assert json.loads(done.out)["error"]["code"] == "network"
+
+
+OFFLINE = """
+import sys, wandb
+for lr, losses in eval(sys.argv[1]).items():
+    for seed, loss in enumerate(losses, 1):
+        run = wandb.init(mode="offline", project="p", name=f"{lr}-{seed}",
+                         config={"optim": {"lr": lr}, "seed": seed})
+        for i in range(3):
+            run.log({"iter": 10 * i, "val_loss": loss + 1.0 - i / 2, "text": "x" * 20_000})
+        run.finish()
+"""
+
+
+def test_offline_folders_are_read_without_a_network(tmp_path: Path) -> None:
+    env = os.environ | {"WANDB_SILENT": "true", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    words = [sys.executable, "-c", OFFLINE, repr(LOSSES)]
+    subprocess.run(words, cwd=tmp_path, env=env, check=True, timeout=HANG_S)
+    for where in ("wandb", "wandb/offline-run-*"):
+        answer = compare(tmp_path / where, figure="val_loss")
+        assert judged(answer.data) == in_a_table(tmp_path / "t.csv")
+    one = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    one.write_bytes(one.read_bytes()[:-3000])  # as a kill leaves it
+    assert len(compare(tmp_path / "wandb").comparison.runs) == 9
+    one.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="is no file of wandb"):
+        compare(one.parent)
