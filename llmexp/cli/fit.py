@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llmexp.cli.compare import check_file, write_file
 from llmexp.laws.answer import FORMS, fit
-from llmexp.laws.points import COUNTS
-from llmexp.laws.table import show, to_json
+from llmexp.laws.ladders import COUNTS
+from llmexp.laws.words import show, to_json
 from llmexp.settings.values import Parser
 from llmexp.system.child import DONE
 from llmexp.system.redact import warn

@@ -6,7 +6,7 @@ A note is `Name: facts.`; one without facts is not said.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from llmexp import features
@@ -32,9 +32,8 @@ from llmexp.runs.ledger import is_running
 from llmexp.runs.rundir import how_to_resume
 from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
-from llmexp.system.text import amount, duration, first_of, listed
+from llmexp.system.text import Note, amount, duration, first_of, listed, said
 
-Note = tuple[str, str]  # its name and the facts
 _BATCH = {
     "iso-batch": "only its cut into micro-batches, accumulation and ranks varies, so losses agree "
     "but for rounding",
@@ -55,14 +54,10 @@ def with_words(f: Result) -> Result:
     large = [_effect(f, e) for e in f.effects if _matters(e, f)]
     small = [_effect(f, e) for e in f.effects if not _matters(e, f)]
     of_features = [text for say in features.offered("compare", "notes") for text in say(f)]
-    first, then = _said(_notes(f)), _said([*large[:2], *_beside(f)])
+    first, then = said(_notes(f)), said([*large[:2], *_beside(f)])
     notes = (*first, *of_features, *then, *made_of[:2])
-    why = (*_said([*_why(f), *small]), *made_of[2:])
+    why = (*said([*_why(f), *small]), *made_of[2:])
     return replace(f, headline=headline(f), notes=notes, why=why)
-
-
-def _said(notes: Iterable[Note]) -> list[str]:
-    return [f"{name}: {facts}." for name, facts in notes if facts]
 
 
 def _notes(f: Result) -> Iterator[Note]:

@@ -6,23 +6,16 @@ import csv
 import io
 import json
 import math
-import sys
-import textwrap
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
-
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
 
 from llmexp import features
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, difference, figure_text
 from llmexp.metrics.keys import is_of_named_set
 from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
-from llmexp.system.text import in_lines, padded_cells
+from llmexp.system.printing import Printer, Shown
 from llmexp.tracker.wandb import MARKS
 
 _STYLES = {
@@ -37,28 +30,6 @@ _MOST = 40  # characters of a name
 # Shown first, where they fit; then the losses of named sets, those of _NEXT, the others.
 _FIRST = ("difference", REACHED, "val/loss", "final val/loss")
 _NEXT = ("train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A column as every form of the table shows it: its title, and a text for each setting."""
-
-    title: str
-    cells: list[str]
-    values: list[Any] = field(default_factory=list)  # what they are sorted by, where it is not them
-
-    @property
-    def head(self) -> list[str]:
-        return textwrap.wrap(self.title, 14, break_long_words=False)
-
-    @property
-    def width(self) -> int:
-        return max(map(cell_len, [*self.head, *self.cells]), default=0) + 2
-
-    @property
-    def is_numbers(self) -> bool:
-        """Tell whether its cells are figures, which end together."""
-        return bool(self.title) and any(ch.isdigit() for cell in self.cells for ch in cell)
 
 
 def shown_columns(c: Result) -> dict[str, Shown]:
@@ -85,31 +56,13 @@ def show(comparison: Result, to: TextIO, width: int | None = None, why: bool = F
 
     With `why` also what they rest on.
     """
-    c, encoding = comparison, getattr(to, "encoding", None) or sys.stdout.encoding or "utf-8"
-    console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
-
-    def say(line: str, style: str = "") -> None:
-        console.print(Text(in_lines(child.printable(line, encoding), console.width), style=style))
-
-    if c.headline:
-        say(c.headline, "bold")
-    columns = _fitting(c, console.width, encoding)
-    heads = [*zip_longest(*(k.head[::-1] for k in columns), fillvalue="")][::-1]
-    cells = [*heads, *zip(*(k.cells for k in columns), strict=True)]
-    rows = padded_cells(cells, [i for i, k in enumerate(columns) if not k.is_numbers])
-    styles = [*["dim"] * len(heads), *(_STYLES.get(s.mark, "") for s in c.settings)]
-    for row, style in zip(rows, styles, strict=True):
-        pairs = zip(row, columns, strict=True)
-        line = Text("  ").join(
-            Text(x, "" if k.title and style != "dim" else style) for x, k in pairs
-        )
-        line.rstrip()
-        console.print(line, no_wrap=True, overflow="ellipsis")
-    for note in (*c.notes, *(c.why if why else ())):
-        say(note)
-    for s in c.settings if why else ():
-        if s.note:
-            say(f"{s.label or s.name}: {s.note}", "dim")
+    c, printer = comparison, Printer(to, width)
+    printer.say(filter(None, [c.headline]), "bold")
+    styles = [_STYLES.get(s.mark, "") for s in c.settings]
+    printer.table(_fitting(c, printer.width, printer.encoding), styles)
+    printer.say([*c.notes, *(c.why if why else ())])
+    if why:
+        printer.say([f"{s.label or s.name}: {s.note}" for s in c.settings if s.note], "dim")
 
 
 def lines(comparison: Result, width: int) -> list[str]:

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from llmexp.laws.fitting import LEAST, Surface
 from llmexp.laws.gain import Gain, gain
 from llmexp.laws.isoflop import Parabolas, parabolas
-from llmexp.laws.ladders import ladders
-from llmexp.laws.points import COUNTS, GIVEN, Ladder, LawPoint, counts_of
-from llmexp.laws.power import AXES, Power
-from llmexp.laws.power import LEAST as LEAST_OF_POWER
+from llmexp.laws.ladders import COUNTS, GIVEN, Ladder, LawPoint, counts_of, ladders
+from llmexp.laws.law import LEAST, LEAST_OF_POWER, OWN_AXES, Power, Surface
 from llmexp.settings.values import ConfigError, nearest
 from llmexp.system.text import listed, number
 
@@ -68,10 +65,10 @@ def fit(
         raise ConfigError(
             "conflict", f"--by {by}: is of a power law; for example --form power --by {by}"
         )
-    found, problems = ladders(paths, None if by in AXES else by)
+    found, problems = ladders(paths, None if by in OWN_AXES else by)
     points = [p for ladder in found for p in ladder.points]
     counted = _count(points, count)
-    if by is not None and by not in AXES:
+    if by is not None and by not in OWN_AXES:
         _check_axis(by, points)
     axes = [by or _axis(ladder, counted) for ladder in found]
     if by is not None or (form is None and "" not in axes):
@@ -160,7 +157,7 @@ def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
     raise ConfigError(
         "unknown_row",
         f"--by {by}: no run has a number above 0 of that name{there}; for example --by tokens."
-        f"{nearest(by, [*AXES, *keys])}",
+        f"{nearest(by, [*OWN_AXES, *keys])}",
     )
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.laws.fitting import Surface
-from llmexp.laws.law import Estimate
+from llmexp.laws.law import Estimate, Surface
 
 
 @dataclass(frozen=True)

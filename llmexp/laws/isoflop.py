@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.laws.fitting import Surface
-from llmexp.laws.law import DRAWS, Estimate
+from llmexp.laws.law import DRAWS, Estimate, Surface
 
 
 @dataclass(frozen=True)

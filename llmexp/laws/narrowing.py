@@ -12,7 +12,7 @@ import numpy as np
 from llmexp.compare.known import Known, Step
 from llmexp.compare.records import TWIN, Result
 from llmexp.laws.answer import fit
-from llmexp.laws.fitting import Surface
+from llmexp.laws.law import Surface
 from llmexp.laws.surface import slopes
 from llmexp.laws.words import flops_text
 from llmexp.run.budget import BUDGETS
@@ -65,7 +65,8 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
     if predict is None:
         s.target = AHEAD * math.exp(s.span[1])
     found = _candidates(s, known, budget[0], size[0])
-    half = (s.predicted.loss.high - s.predicted.loss.low) / 2
+    loss = s.loss_at(s.predicted.flops)
+    half = (loss.high - loss.low) / 2
     widths = [half * _narrowed(s, one) for one in found]
     best = found[int(np.argmin(widths))]
     why = f"{best.given} narrows the val loss at {flops_text(s.predicted.flops)} FLOPs most"

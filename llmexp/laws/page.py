@@ -1,160 +1,161 @@
-"""Write the answer as an HTML page: loss over size and compute, contours, runs about the law."""
+"""Write the answer as an HTML page: losses over their axes, contours, runs about the law."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.document import Row, Section, document
+from llmexp.compare.document import Cell, Row, Section, document
 from llmexp.compare.plotting import ABOVE, GREY, TEN_COLOURS, Plot, packed, palette, plot, text
 from llmexp.laws import words
 from llmexp.laws.answer import Answer
-from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain
 from llmexp.laws.isoflop import Parabolas
-from llmexp.laws.law import Estimate, Law
-from llmexp.laws.power import Power
-from llmexp.laws.table import heads, table_rows
-from llmexp.laws.words import big, bracketed, flops_text
+from llmexp.laws.law import Estimate, Law, Surface
+from llmexp.laws.words import big, bracketed, flops_text, table_of
 from llmexp.settings.labels import plural
 
 CURVE = 60  # places of a curve
 FRONT = 25  # places of a frontier, each with an interval
 HOVER = "<b>%{text}</b><br>%{xaxis.title.text} %{x:.3s}<br>%{yaxis.title.text} %{y:.5~g}"
+LOSS = {"title.text": "val loss"}
+LOOKS: dict[str, dict[str, Any]] = {
+    "runs": {"size": 7},
+    "pale": {"size": 5, "opacity": 0.45},
+    "star": {"size": 13, "symbol": "star"},
+    "law": {"width": 1.6},
+    "parabola": {"width": 1.6, "dash": "dot"},
+}
 
 
 def page(a: Answer) -> str:
     """Return the page with everything inside."""
-    powers = [law for law in a.laws if isinstance(law, Power)]
-    parts = [
-        Section("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else []),
-        Section("power", "The law", [_power(p) for p in powers]),
-        Section("frontier", "The frontier", [_frontiers(a.surfaces)] if a.surfaces else []),
-        Section("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces]),
-        Section("contours", "Over size and tokens", [_contours(s) for s in a.surfaces]),
-        Section("residuals", "Runs about the law", [_residuals(law) for law in a.laws]),
-    ]
-    for number, law in enumerate(a.laws):
-        lines = table_rows(law)
-        colours = ["transparent"] * len(lines)
-        if isinstance(law, Surface) and len(law.rungs) <= len(lines):
-            colours[: len(law.rungs)] = palette(len(law.rungs))
-        named = [Row(c, line[0].text, line[1:]) for c, line in zip(colours, lines, strict=True)]
-        title = law.ladder.name if len(a.laws) > 1 else "Figures"
-        parts.append(Section(f"table-{number}", title, (), heads(law), named))
     runs = sum(len(law.losses) for law in a.laws)
     return document(
-        [part for part in parts if part.plots or part.rows],
+        [part for part in _sections(a) if part.plots or part.rows],
         title=f"Scaling laws of {plural(runs, 'run')}",
         about=" · ".join(law.ladder.name for law in a.laws), headline=words.headline(a),
-        notes=words.notes(a), why=words.why(a), problems=a.problems,
+        notes=words.notes(a), why=words.reasons(a), problems=a.problems,
     )  # fmt: skip
 
 
+def _sections(a: Answer) -> Iterator[Section]:
+    """Yield the parts of the page: figures, and a table of each law."""
+    over: dict[str, list[Law]] = {}
+    for law in a.laws:
+        over.setdefault(law.axis, []).append(law)
+    yield Section("gain", "Compute at equal loss", [_gains(a.gains)] if a.gains else [])
+    yield Section("laws", "The loss", [_losses(axis, laws) for axis, laws in over.items()])
+    yield Section("isoflop", "Loss over size", [_isoflops(s, a.parabolas[s]) for s in a.surfaces])
+    yield Section("contours", "Over size and tokens", [_contours(s) for s in a.surfaces])
+    yield Section("residuals", "Runs about the law", [_residuals(law) for law in a.laws])
+    for number, law in enumerate(a.laws):
+        first, *others = table_of(law)
+        colours = ["transparent"] * len(first.cells)
+        if isinstance(law, Surface) and len(law.rungs) <= len(colours):
+            colours[: len(law.rungs)] = palette(len(law.rungs))
+        rows = [
+            Row(colour, name, [Cell(k.cells[i], k.values[i]) for k in others])
+            for i, (colour, name) in enumerate(zip(colours, first.cells, strict=True))
+        ]
+        title = law.ladder.name if len(a.laws) > 1 else "Figures"
+        heads = [k.title for k in (first, *others)]
+        yield Section(f"table-{number}", title, (), heads, rows)
+
+
+def _losses(axis: str, laws: Sequence[Law]) -> Plot:
+    """Draw the loss of each law at best over its axis, with the runs and the prediction."""
+    traces: list[Any] = []
+    for law, colour in zip(laws, TEN_COLOURS * len(laws), strict=False):
+        of, at = {"legendgroup": law.ladder.name}, law.target
+        traces.append(_trace("pale", law.x, law.losses, colour, _names(law), **of))
+        if not law.edge:
+            along = np.geomspace(law.ends[0][0], max(law.ends[1][0], at or 0), FRONT)
+            traces += _band(along, [law.loss_at(v) for v in along], colour, law.ladder.name)
+        if at is not None and not law.edge:
+            traces.append(_star(at, law.loss_at(at), "prediction", colour, **of))
+    caption = (
+        "Dots: runs. Line and band: the law, of a surface at the best size, with the 95 % "
+        "interval. A star: the prediction."
+    )
+    x = [v for law in laws for v in (*law.x, law.target or law.x[0])]
+    y = {**LOSS, "type": "log", "nticks": 6}
+    return _plot(f"law-{axis}", f"loss over {text(axis)}", traces, caption, _log(x, axis), y)
+
+
 def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
-    """Return loss over size of each rung: runs, the law, its best size, and the parabola."""
+    """Draw loss over size of each rung: runs, the law, its best size, and the parabola."""
     traces: list[Any] = []
     curves = {p.flops: p.curve for p in beside.minima} if beside else {}
-    for rung, best, colour in zip(s.rungs, s.optima, palette(len(s.rungs)), strict=True):
+    for rung, best, colour in zip(s.rungs, s.places, palette(len(s.rungs)), strict=True):
         n, budget = s.sizes[rung.runs], rung.what == "budget"
         name = flops_text(best.flops) if budget else big(float(n[0]))
-        of = {"name": name, "legendgroup": name}
-        runs = [s.ladder.points[i].name for i in rung.runs]
-        traces.append(_dots(n, s.losses[rung.runs], runs, colour, **of, showlegend=True))
+        of, runs = {"name": name, "legendgroup": name}, [s.points[i].name for i in rung.runs]
+        traces.append(_trace("runs", n, s.losses[rung.runs], colour, runs, showlegend=True, **of))
         if not budget:
             continue
         x = _around(n, 0.2)
         law = s.at(x, rung.compute - s.frontier.price.at(x))
-        traces.append(_line(np.exp(x), law, colour, **of))
+        traces.append(_trace("law", np.exp(x), law, colour, **of))
         if best.flops in curves:
             parabola = np.polyval(curves[best.flops], x)
-            traces.append(_line(np.exp(x), parabola, colour, "dot", **of))
+            traces.append(_trace("parabola", np.exp(x), parabola, colour, **of))
         if not s.edge:
-            size, loss = best.parameters, best.loss.value
-            bars = {"error_x": _bars(size, colour)}
-            traces.append(_star(size.value, loss, "best size", colour, legendgroup=name, **bars))
+            star = best.parameters, best.loss.value, "best size", colour
+            traces.append(_star(*star, legendgroup=name))
     caption = (
         "Dots: runs, a colour for each budget. Lines: the law; a star is its best size, with the "
         "95 % interval. Dotted: the parabola of the budget."
     )
-    axes = _log(s.sizes, "parameters"), _axis("val loss")
-    return _plot("isoflop", "loss over size", traces, caption, *axes, s)
-
-
-def _frontiers(surfaces: Sequence[Surface]) -> Plot:
-    """Return the loss of the best size over compute, with the runs and the prediction."""
-    traces: list[Any] = []
-    caption = "Line and band: the loss of the best size, with the 95 % interval. Dots: runs."
-    for s, colour in zip(surfaces, TEN_COLOURS * len(surfaces), strict=False):
-        of, at, runs = {"legendgroup": s.ladder.name}, s.predicted, s.ladder.points
-        pale = {"color": colour, "size": 5, "opacity": 0.45}
-        traces.append(_dots(s.flops, s.losses, [p.name for p in runs], marker=pale, **of))
-        if s.edge:
-            continue
-        c = np.linspace(s.span[0], max(s.span[1], math.log(at.flops)), FRONT)
-        found = [Estimate.of(s.frontier.losses(v)) for v in c]
-        traces += _band(np.exp(c), found, colour, s.ladder.name)
-        if s.target is not None:
-            bars, loss = {"error_y": _bars(at.loss, colour)}, at.loss.value
-            traces.append(_star(at.flops, loss, "prediction", colour, **bars, **of))
-            caption += "" if "Star" in caption else " Star: the prediction."
-    compute = [v for s in surfaces for v in (*np.exp(s.span), s.predicted.flops)]
-    axes = _log(compute, "FLOPs"), _axis("val loss", type="log", nticks=6)
-    return _plot("frontier", "The frontier", traces, caption, *axes)
+    return _plot("isoflop", "loss over size", traces, caption, _log(s.sizes, "parameters"), LOSS, s)
 
 
 def _contours(s: Surface) -> Plot:
-    """Return the losses of the law over size and tokens, with the runs and the best sizes."""
+    """Draw the losses of the law over size and tokens, with the runs and the best sizes."""
     x, y = _around(s.tokens, 0.4), _around(s.sizes, 0.4)
     tokens, sizes = np.meshgrid(x, y)
     z = s.at(sizes.ravel(), tokens.ravel()).reshape(CURVE, CURVE)
-    colours = [GREY] * len(s.sizes)
-    for rung, colour in zip(s.rungs, palette(len(s.rungs)), strict=True):
-        for i in rung.runs:
-            colours[i] = colour
+    rungs = zip(s.rungs, palette(len(s.rungs)), strict=True)
+    of_runs = {i: colour for rung, colour in rungs for i in rung.runs}
+    colours = [of_runs.get(i, GREY) for i in range(len(s.sizes))]
+    names = [f"{p.name}, loss {p.loss:.4f}" for p in s.points]
     traces = [
         go.Contour(
             x=np.exp(x), y=np.exp(y), z=z, ncontours=16, showscale=False,
             contours={"coloring": "lines", "showlabels": True, "labelfont": {"size": 10}},
             line={"width": 1}, colorscale=[[0, GREY], [1, GREY]], hoverinfo="skip",
         ),
-        _dots(s.tokens, s.sizes, [f"{p.name}, loss {p.loss:.4f}" for p in s.ladder.points],
-              colours),
+        _trace("runs", s.tokens, s.sizes, colours, names),
     ]  # fmt: skip
-    caption = "Thin lines: equal loss by the law. Dots: runs."
     if not s.edge:
-        d, n = ([f(c)[0] for c in np.linspace(*s.span, FRONT)]
-                for f in (s.frontier.tokens, s.frontier.sizes))  # fmt: skip
-        traces.append(_line(np.exp(d), np.exp(n), TEN_COLOURS[0]))
-        caption += " Line: the best sizes."
+        c, f = np.linspace(*s.span, FRONT), s.frontier
+        d, n = (np.exp([find(v)[0] for v in c]) for find in (f.tokens, f.sizes))
+        traces.append(_trace("law", d, n, TEN_COLOURS[0]))
+    caption = "Thin lines: equal loss by the law. Dots: runs. A thick line: the best sizes."
     axes = _log(np.exp(x), "tokens"), _log(np.exp(y), "parameters")
     return _plot("contours", "loss over size and tokens", traces, caption, *axes, s)
 
 
-def _residuals(law: Surface | Power) -> Plot:
-    """Return by how many percent each run lies above the law."""
-    if isinstance(law, Power):
-        over, x, names = law.by, law.x, list(map(big, law.x))
-    else:
-        over, x, names = "FLOPs", law.flops, [p.name for p in law.ladder.points]
-    traces = [_dots(x, 100 * law.rest, names, TEN_COLOURS[0])]
+def _residuals(law: Law) -> Plot:
+    """Draw by how many percent each run lies above the law."""
+    traces = [_trace("runs", law.x, 100 * law.rest, TEN_COLOURS[0], _names(law))]
     caption = f"They lie {law.ensemble.noise:.2%} from the law (standard deviation)."
-    axes = _log(x, text(over)), _axis("above the law, %", zeroline=True)
-    return _plot("residuals", "runs about the law", traces, caption, *axes, law)
+    y = {"title.text": "above the law, %", "zeroline": True}
+    return _plot("residuals", "runs about the law", traces, caption, _log(law.x, law.axis), y, law)
 
 
 def _gains(found: Sequence[Gain]) -> Plot:
-    """Return the compute that each change needs over that of the baseline."""
+    """Draw the compute that each change needs over that of the baseline."""
     traces: list[Any] = []
     for g, colour in zip(found, TEN_COLOURS[1:] * len(found), strict=False):
         traces += _band([n.flops for n in g.curve], [n.ratio for n in g.curve], colour, g.change)
     baseline = text(found[0].baseline, 40)
     x = _log([n.flops for g in found for n in g.curve], f"FLOPs of {baseline}")
-    y = _axis(f"compute, of {baseline}'s", type="log", nticks=7)
+    y = {"title.text": f"compute, of {baseline}'s", "type": "log", "nticks": 7}
     caption = (
         f"The compute that a change needs for the loss that {baseline} has at its best, as a "
         "multiple, with the 95 % interval. Below the dotted line it saves compute."
@@ -164,35 +165,28 @@ def _gains(found: Sequence[Gain]) -> Plot:
     return one
 
 
-def _power(p: Power) -> Plot:
-    """Return loss over the axis: runs, and the law with its interval, up to the prediction."""
-    x = np.geomspace(p.x[0], max(p.x[-1], p.target or 0), FRONT)
-    traces = _band(x, [p.loss_at(v) for v in x], TEN_COLOURS[0], p.ladder.name)
-    traces.append(_dots(p.x, p.losses, map(big, p.x), TEN_COLOURS[0]))
-    caption = "Dots: runs. Line and band: the law, with the 95 % interval."
-    return _plot("power", "the law", traces, caption, _log(x, text(p.by)), _axis("val loss"), p)
-
-
 def _plot(
-    kind: str, title: str, traces: list[Any], caption: str, x: Any, y: Any, law: Law | None = None
+    name: str, title: str, traces: list[Any], caption: str, x: Any, y: Any, law: Law | None = None
 ) -> Plot:
     """Return a figure, of one law or of all."""
-    layout = {"height": 420, "margin.t": 60, "legend": ABOVE, "xaxis": x, "yaxis": y}
+    layout: dict[str, Any] = {"height": 420, "margin.t": 60, "legend": ABOVE}
+    layout |= {f"xaxis.{key}": value for key, value in x.items()}
+    layout |= {f"yaxis.{key}": value for key, value in y.items()}
     if law:
-        kind += "-" + "".join(ch if ch.isalnum() else "-" for ch in law.ladder.name)
-        title = f"{text(law.ladder.name)}: {title}"
-    return plot(kind, title, traces, layout, caption)
+        name, title = f"{name}-{law.ladder.name}", f"{text(law.ladder.name)}: {title}"
+    name = "".join(ch if ch.isalnum() else "-" for ch in name)
+    return plot(name, title, traces, layout, caption)
 
 
 def _log(values: Any, title: str) -> dict[str, Any]:
     """Return a logarithmic axis that has a tick or two."""
     wide = math.log10(float(np.max(values)) / float(np.min(values))) > 2.5
-    tick = {"dtick": 1 if wide else "D2", "tickfont": {"size": 11}}
-    return _axis(title, type="log", exponentformat="power", **tick)
+    ticks = {"dtick": 1 if wide else "D2", "tickfont.size": 11, "exponentformat": "power"}
+    return {"title.text": text(title), "type": "log", **ticks}
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, **more}
+def _names(law: Law) -> list[str]:
+    return [p.name for p in law.points]
 
 
 def _around(values: np.ndarray, more: float) -> np.ndarray:
@@ -200,28 +194,28 @@ def _around(values: np.ndarray, more: float) -> np.ndarray:
     return np.linspace(math.log(values.min()) - more, math.log(values.max()) + more, CURVE)
 
 
-def _dots(x: Any, y: Any, names: Iterable[str], colour: Any = None, **more: Any) -> Any:
-    """Return marks with their names."""
-    marks = {"mode": "markers", "marker": {"size": 7, "color": colour}, "showlegend": False}
-    hover = {"text": list(map(text, names)), "hovertemplate": f"{HOVER}<extra></extra>"}
-    return go.Scatter({"x": x, "y": y, **marks, **hover, **more})
+def _trace(
+    look: str, x: Any, y: Any, colour: Any, names: Iterable[str] | None = None, **more: Any
+) -> go.Scatter:
+    """Return marks with their names, or a line without."""
+    if names is None:
+        more |= {"x": packed(x), "y": packed(y), "mode": "lines", "hoverinfo": "skip"}
+    else:
+        more |= {"x": x, "y": y, "mode": "markers", "text": list(map(text, names))}
+        more["hovertemplate"] = f"{HOVER}<extra></extra>"
+    kind = "line" if names is None else "marker"
+    return go.Scatter({"showlegend": False, kind: {"color": colour, **LOOKS[look]}} | more)
 
 
-def _star(x: float, y: float, name: str, colour: str, **more: Any) -> Any:
-    marker = {"symbol": "star", "size": 13, "color": colour}
-    return _dots([x], [y], [name], marker=marker, **more)
-
-
-def _line(x: np.ndarray, y: np.ndarray, colour: str, dash: str = "solid", **more: Any) -> Any:
-    return go.Scatter(
-        x=packed(x), y=packed(y), mode="lines", showlegend=False, hoverinfo="skip",
-        line={"color": colour, "width": 1.6, "dash": dash}, **more,
-    )  # fmt: skip
-
-
-def _bars(e: Estimate, colour: str) -> dict[str, Any]:
-    return dict(type="data", symmetric=False, array=[e.high - e.value], color=colour,
-                arrayminus=[e.value - e.low], thickness=1.4, width=4)  # fmt: skip
+def _star(x: Any, y: Any, name: str, colour: str, **more: Any) -> go.Scatter:
+    """Return a star, with the interval of what is an estimate."""
+    for axis, e in (("x", x), ("y", y)):
+        if isinstance(e, Estimate):
+            ends = {"array": [e.high - e.value], "arrayminus": [e.value - e.low]}
+            look = dict(type="data", symmetric=False, color=colour, thickness=1.4, width=4)
+            more[f"error_{axis}"] = look | ends
+    at_x, at_y = ([getattr(v, "value", v)] for v in (x, y))
+    return _trace("star", at_x, at_y, colour, [name], **more)
 
 
 def _band(x: Any, found: Sequence[Estimate], colour: str, name: str) -> list[Any]:

@@ -1,21 +1,22 @@
-"""Say what fits found: the answer, what must be known beside it, what it rests on."""
+"""Say what fits found: the answer, what must be known beside it, a table, all of it as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
 
 import numpy as np
 
 from llmexp.laws.answer import Answer
-from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain, Need
 from llmexp.laws.isoflop import Parabolas
-from llmexp.laws.law import Estimate, Law
-from llmexp.laws.points import GIVEN
-from llmexp.laws.power import Power
+from llmexp.laws.ladders import GIVEN
+from llmexp.laws.law import Estimate, Law, Power, Surface
 from llmexp.settings.labels import plural
-from llmexp.system.text import listed, loss_text, number
+from llmexp.system.printing import Printer, Shown
+from llmexp.system.text import Note, listed, loss_text, number, said
 
 FAR = 2.05  # decades beyond the runs, past which a prediction is called far
 _WIDE = 1e3  # by which the ends of an interval differ that tells nothing of a factor
@@ -30,40 +31,38 @@ COUNTED = {
 
 def headline(a: Answer) -> str:
     """Return the answer: what ladders are to each other, else what the one ladder says."""
-    if a.gains:
-        return " ".join(map(_gain, a.gains))
-    return " ".join(_named(a, law, _law(law, a)) for law in a.laws)
+    return " ".join(map(_gain, a.gains) if a.gains else _named(a, lambda law: [_law(law, a)]))
 
 
 def notes(a: Answer) -> tuple[str, ...]:
     """Return what must be known beside the answer."""
-    found = [_named(a, s, _law(s, a)) for s in a.surfaces if a.gains]
-    found += [_named(a, law, text) for law in a.laws for text in _notes(law)]
-    return tuple(dict.fromkeys(found))
+    laws = _named(a, lambda law: [_law(law, a)]) if a.gains else []
+    return tuple(dict.fromkeys([*laws, *_named(a, lambda law: said(_notes(law)))]))
 
 
-def why(a: Answer) -> tuple[str, ...]:
+def reasons(a: Answer) -> tuple[str, ...]:
     """Return what the answer rests on."""
-    found = []
-    for law in a.laws:
-        of_law = _power_why(law) if isinstance(law, Power) else _surface_why(law, a)
-        found += [_named(a, law, text) for text in of_law]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_named(a, lambda law: said(_why(law, a)))))
 
 
-def _named(a: Answer, law: Law, text: str) -> str:
-    return f"{law.ladder.name}: {text}" if len(a.laws) > 1 else text
+def _named(a: Answer, lines: Callable[[Law], Iterable[str]]) -> list[str]:
+    """Return lines of each law, with its name where there are several."""
+    names = [f"{law.ladder.name}: " * (len(a.laws) > 1) for law in a.laws]
+    return [name + line for name, law in zip(names, a.laws, strict=True) for line in lines(law)]
 
 
-def _law(law: Surface | Power, a: Answer) -> str:
-    """Return the answer of a ladder in a line."""
+def _law(law: Law, a: Answer) -> str:
+    """Return the answer of a ladder in a line: where it is read, the figures there, the law."""
+    place = f"At {big(law.target or 0)} {law.axis}"
     if isinstance(law, Power):
-        n, at = law.numbers, law.target
-        text = f"val loss = {bracketed(n['E'])} + {factor(n['A'])} x {law.by}^-{bracketed(n['p'])}"
-        if at is None:
-            return f"{text}."
-        place = f"{flops_text(at)} FLOPs" if law.by == "flops" else f"{big(at)} {law.by}"
-        return f"At {place}: val loss {bracketed(law.loss_at(at))}; {text}."
+        n = law.numbers
+        text = f"val loss = {bracketed(n['E'])} + {factor(n['A'])} x {law.axis}^-"
+        text += f"{bracketed(n['p'])}."
+        if law.target is None:
+            return text
+        place = f"At {flops_text(law.target)} FLOPs" if law.axis == "flops" else place
+        return f"{place}: val loss {bracketed(law.predicted.law)}; {text}"
+    assert isinstance(law, Surface)
     if law.edge:
         return (
             f"No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, beyond "
@@ -74,100 +73,90 @@ def _law(law: Surface | Power, a: Answer) -> str:
     place += "" if law.target is not None else f", the {law.ends[1][1]}"
     size, exponent = sized(best.parameters, "parameters"), f"C^{bracketed(law.exponent)}"
     if found:
-        return (
-            f"{place}, by parabolas: {sized(found.parameters, 'parameters')}. "
-            f"N* ~ C^{bracketed(found.exponent)}. Biased: {_bias(found)}; the surface, as in the "
-            f"table, has {size} and {exponent}."
-        )
+        by = f"by parabolas: {sized(found.parameters, 'parameters')}. N* ~ "
+        by += f"C^{bracketed(found.exponent)}. Biased: {_bias(found)}"
+        return f"{place}, {by}; the surface, as in the table, has {size} and {exponent}."
     tokens, loss = big(best.tokens.value), bracketed(best.loss)
     return f"{place}: {size}, {tokens} tokens, val loss {loss}. N* ~ {exponent}."
 
 
-def _notes(law: Surface | Power) -> Iterator[str]:
-    """Say how far the prediction lies out, what runs do not tell, what was held and left out."""
-    if law.target is not None and (isinstance(law, Power) or not law.edge):
+def _notes(law: Law) -> Iterator[Note]:
+    """Yield how far the prediction lies out, what runs do not tell, what was held and left out."""
+    if law.target is not None and not law.edge:
         (low, first), (high, last) = law.ends
         beyond, below = math.log10(law.target / high), math.log10(low / law.target)
         off, where = max((beyond, f"beyond the {last}"), (below, f"below the {first}"))
         if off > FAR:
-            yield (
-                f"That is {off:.1f} decades {where}: so far out a prediction rests on the form of "
-                "the law, of which no interval knows."
-            )
+            rests = "no interval knows whether the form of the law holds so far out"
+            yield "The prediction", f"{off:.1f} decades {where}; {rests}"
     if isinstance(law, Power) and (others := law.others()):
-        yield (
-            f"The runs differ in {' and '.join(others)} too, of which this law takes no account; a "
-            "surface, without --form and --by, is over both parameters and tokens."
-        )
+        way = "a surface, without --form and --by, is over parameters and tokens"
+        yield "Not in this law", f"the {' and '.join(others)} of the runs, which differ; {way}"
     if held := law.held_out:
         yield (
-            f"Held out: the {held.what} ({plural(held.runs, 'run')}), predicted "
-            f"{bracketed(held.predicted)}, measured {loss_text(held.measured)}: "
-            f"{held.miss:+.2%}{'' if held.inside else ', outside the interval'}."
+            "Held out",
+            f"the {held.what} ({plural(held.runs, 'run')}), predicted {bracketed(held.predicted)}, "
+            f"measured {loss_text(held.measured)}: {held.miss:+.2%}"
+            f"{'' if held.inside else ', outside the interval'}",
         )
     else:
-        yield "Held out: nothing, as the other runs are too few for a law of their own."
+        yield "Held out", "nothing, as the other runs are too few for a law of their own"
     if not law.knows_e:
-        yield "E is not known from these runs: a law without it fits about as well."
+        yield "E", "not known from these runs: a law without it fits about as well"
     if isinstance(law, Power) and not _tells(law.numbers["A"]):
-        yield (
-            "Factor and exponent cannot be told from these runs: a wide range of both fits. Runs "
-            f"further apart in {law.by}, or more seeds of each, would tell."
-        )
+        way = f"runs further apart in {law.axis}, or more seeds of each, would tell"
+        yield "Factor and exponent", f"a wide range of both fits these runs; {way}"
     out = law.ladder.out.items()
-    if parts := [f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out]:
-        yield f"Left out: {'; '.join(parts)}."
+    yield (
+        "Left out",
+        "; ".join(f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out),
+    )
     yield from law.ladder.notes
 
 
-def _surface_why(s: Surface, a: Answer) -> Iterator[str]:
-    law = [f"{k} {factor(e) if k in 'AB' else bracketed(e)}" for k, e in s.numbers.items()]
-    yield f"L(N, D) = E + A N^-alpha + B D^-beta: {', '.join(law)}. N: {COUNTED[s.count]}."
-    yield f"{plural(len(s.rungs), s.rungs[0].what)}, {_noise(s)}"
-    rules = {str(p.values.get("optimizer.rule") or "none") for p in s.ladder.points} - {"none"}
-    if rules:
-        yield f"optimizer.rule has set what it decides: {listed(sorted(rules))}."
-    for count, exponent in s.other_counts.items():
-        yield f"With N as {COUNTED[count]}: N* ~ C^{bracketed(exponent)}."
-    curve = s.frontier.price.at(np.log(s.sizes))
-    if (miss := np.abs(np.expm1(curve - np.log(s.flops / s.tokens))).max()) > 1e-3:
+def _why(law: Law, a: Answer) -> Iterator[Note]:
+    runs = plural(len(law.losses), "run")
+    if isinstance(law, Surface):
+        numbers = [f"{k} {(factor if k in 'AB' else bracketed)(e)}" for k, e in law.numbers.items()]
         yield (
-            "FLOPs a token are a smooth curve over N through those of the runs, "
-            f"{miss:.1%} off at most."
+            "L(N, D) = E + A N^-alpha + B D^-beta",
+            f"{', '.join(numbers)}; N: {COUNTED[law.count]}",
         )
-    worst = int(np.argmax(np.abs(s.rest)))
-    yield f"Furthest from the law: {s.ladder.points[worst].name}, {s.rest[worst]:+.2%}."
-    found = a.parabolas[s]
-    if found and a.form != "isoflop":
-        yield (
-            f"By parabolas, one a budget: N* ~ C^{bracketed(found.exponent)}. They are biased: "
-            f"{_bias(found)}."
-        )
-    if not found and a.form == "isoflop":
-        yield "Parabolas need two budgets with three sizes each and a lowest point."
-
-
-def _power_why(p: Power) -> Iterator[str]:
-    yield _noise(p)
-    if p.by == "flops":
-        yield "Of each budget the run with the lowest loss counts, which is low by luck too."
-
-
-def _noise(law: Law) -> str:
-    passes = max(number(p.values.get("max_epochs")) or 0.0 for p in law.ladder.points)
-    again = f" Up to {passes:.1f} passes over the data count as new tokens each."
-    return (
-        f"{plural(len(law.losses), 'run')}; they lie {law.ensemble.noise:.2%} from the law "
-        f"(standard deviation). Intervals hold 95 % of {len(law.ensemble.laws) - 1:,} draws of the "
-        f"runs' noise, each fitted again.{again if passes > 1 else ''}"
+        runs = f"{plural(len(law.rungs), law.rungs[0].what)}, {runs}"
+    yield (
+        "Intervals",
+        f"95 % of {len(law.ensemble.laws) - 1:,} draws of the noise of {runs}, each fitted again; "
+        f"they lie {law.ensemble.noise:.2%} from the law (standard deviation)",
     )
+    passes = max(number(p.values.get("max_epochs")) or 0.0 for p in law.ladder.points)
+    if passes > 1:
+        yield "Passes over the data", f"up to {passes:.1f}; they count as new tokens each"
+    if not isinstance(law, Surface):
+        if law.axis == "flops":
+            yield "Points", "of each budget the run with the lowest loss, which is low by luck too"
+        return
+    rules = {str(p.values.get("optimizer.rule") or "none") for p in law.ladder.points} - {"none"}
+    yield "Rules of rates and batches (optimizer.rule)", listed(sorted(rules))
+    for count, exponent in law.other_counts.items():
+        yield f"With N as {COUNTED[count]}", f"N* ~ C^{bracketed(exponent)}"
+    curve = law.frontier.price.at(np.log(law.sizes))
+    if (miss := np.abs(np.expm1(curve - np.log(law.x / law.tokens))).max()) > 1e-3:
+        yield (
+            "FLOPs a token",
+            f"a smooth curve over N through the runs', {miss:.1%} off at most",
+        )
+    worst = int(np.argmax(np.abs(law.rest)))
+    yield "Furthest from the law", f"{law.points[worst].name}, {law.rest[worst]:+.2%}"
+    found = a.parabolas[law]
+    if found and a.form != "isoflop":
+        yield "Parabolas, one a budget", f"N* ~ C^{bracketed(found.exponent)}; {_bias(found)}"
+    if not found and a.form == "isoflop":
+        yield "Parabolas", "none: they need two budgets with three sizes each and a lowest point"
 
 
 def _bias(found: Parabolas) -> str:
-    return (
-        f"through losses of the fitted surface, without noise, they miss its exponent by "
-        f"{found.exponent_bias:+.3f} and its N* by {found.parameters_bias:+.0%}"
-    )
+    off = f"{found.exponent_bias:+.3f} and its N* by {found.parameters_bias:+.0%}"
+    return f"through losses of the surface, without noise, they miss its exponent by {off}"
 
 
 def _gain(g: Gain) -> str:
@@ -240,3 +229,102 @@ def _unit(value: float) -> tuple[float, str]:
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "any"
+
+
+_MOST = 12  # places of a table
+# By the field of a place: the title and the text of its column.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "flops": ("FLOPs", flops_text),
+    "x": ("", big),
+    "runs": ("runs", str),
+    "parameters": ("best N", sized),
+    "tokens": ("tokens", sized),
+    "ratio": ("tokens/N", "{:.3g}".format),
+    "loss": ("val loss", lambda e: loss_text(e) if isinstance(e, float) else bracketed(e)),
+    "law": ("by the law", bracketed),
+    "lowest_loss": ("lowest run", loss_text),
+    "lowest_parameters": ("its N", big),
+}
+# that give way in a narrow terminal, the first one first
+_DROPPED = ("tokens/N", "its N", "lowest run", "runs", "tokens")
+
+
+def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
+    """Print the answer in a line, a table of each ladder, and what must be known."""
+    printer = Printer(to, width)
+    printer.say([headline(answer)], "bold")
+    for law in answer.laws:
+        printer.say([law.ladder.name] * (len(answer.laws) > 1), "bold")
+        columns = table_of(law)
+        for title in _DROPPED:
+            if sum(column.width for column in columns) - 2 > printer.width:
+                columns = [column for column in columns if column.title != title]
+        printer.table(columns)
+    printer.say([*notes(answer), *(reasons(answer) if why else ())])
+
+
+def table_of(law: Law) -> list[Shown]:
+    """Return the table of a law, the prediction last.
+
+    Of many places there are some, the last one with them.
+    """
+    step = -(-len(law.places) // _MOST)
+    places = [*law.places[::-step][::-1], *([law.predicted] if law.target is not None else [])]
+    found = []
+    for key, (title, shown) in _COLUMNS.items():
+        if hasattr(places[0], key):
+            values = [getattr(place, key) for place in places]
+            missing = "edge" if law.edge and key == "parameters" else ""
+            cells = [missing if v is None or v == 0 else shown(v) for v in values]
+            found.append(Shown(title or law.axis, cells, [getattr(v, "value", v) for v in values]))
+    return found
+
+
+def to_json(answer: Answer) -> str:
+    """Return the answer as JSON."""
+    return json.dumps(data(answer), indent=2, allow_nan=False) + "\n"
+
+
+def data(answer: Answer) -> dict[str, Any]:
+    """Return everything that was found, as plain values; what is not finite is None."""
+    found = {
+        "headline": headline(answer),
+        "notes": notes(answer),
+        "why": reasons(answer),
+        "problems": answer.problems,
+        "form": answer.form,
+        "count": answer.count,
+        "ladders": [_ladder(law, answer) for law in answer.laws],
+        "gains": answer.gains,
+    }
+    text = json.dumps(found, default=lambda v: v.item() if isinstance(v, np.generic) else vars(v))
+    return dict(json.loads(text, parse_constant=lambda name: None))
+
+
+def _ladder(law: Law, answer: Answer) -> dict[str, Any]:
+    found = {
+        "name": law.ladder.name,
+        "runs": len(law.losses),
+        "law": law.numbers,
+        "knows_e": law.knows_e,
+        "noise": law.ensemble.noise,
+        "draws": len(law.ensemble.laws) - 1,
+        "held_out": law.held_out,
+        "left_out": law.ladder.out,
+    }
+    if not isinstance(law, Surface):
+        at = law.predicted
+        return found | {
+            "by": law.axis,
+            "points": [place._asdict() for place in law.places],
+            "prediction": at and {"x": at.x, "loss": at.law},
+        }
+    decades = np.log10(law.predicted.flops / law.ends[1][0])
+    return found | {
+        "edge": law.edge or None,
+        "exponent": None if law.edge else law.exponent,
+        "exponents": law.other_counts,
+        "rungs": law.places,
+        "prediction": vars(law.predicted) | {"decades_beyond": decades},
+        "parabolas": answer.parabolas[law],
+    }

@@ -122,7 +122,7 @@ class Laws:
     def __str__(self) -> str:
         import io
 
-        from llmexp.laws.table import show
+        from llmexp.laws.words import show
 
         out = io.StringIO()
         show(self.answer, out, columns())
@@ -143,9 +143,9 @@ class Laws:
     @cached_property
     def data(self) -> dict[str, Any]:
         """Return what `llmexp fit --json` prints."""
-        from llmexp.laws import table
+        from llmexp.laws import words
 
-        return table.data(self.answer)
+        return words.data(self.answer)
 
 
 def fit(*paths: Any, form: str | None = None, by: str | None = None, count: str | None = None,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+Note = tuple[str, str]  # of an answer: its name and the facts
 
 
 def number(value: Any) -> float | None:
@@ -147,6 +149,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if 1 < len(names) <= most:
         return f"{', '.join(names[:-1])} and {names[-1]}"
     return first_of(names, most)
+
+
+def said(notes: Iterable[Note]) -> list[str]:
+    """Return each note as a sentence; one without facts is not said."""
+    return [f"{name}: {facts}." for name, facts in notes if facts]
 
 
 def columns() -> int:

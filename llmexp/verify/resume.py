@@ -5,19 +5,34 @@ It is killed (SIGKILL) at random moments, and has to be equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.loading import CheckpointError
+from llmexp.runs import rundir
 from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
+from llmexp.system.child import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ
-from llmexp.verify.kills import Broken, Kill, kill_again_and_again
-from llmexp.verify.pair import EACH, ROWS, Remains, TextColumn, same_bits
+from llmexp.verify.determinism import EACH, ROWS, Remains, TextColumn, same_bits
 
 _STEPS = 12
 POSITION = ("data_digest", "tokens_seen", "epoch")
 SCALES = ("rows", "loss_scale")
+_TRIES = 3
+ALONE_S = 90.0  # for the other ranks to end after one of them was killed
 
 
 def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[Check]:
@@ -110,3 +125,182 @@ def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
         *same_bits([column for column in columns if scaled or SCALES not in column], a, b),
         *([] if scaled else [Check("loss scaler", None, note="only fp16 has one")]),
     ]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A SIGKILL, and the state that it left behind."""
+
+    kind: str  # what was waited for: "step", "save" or "rank"
+    step: int  # the step under way: the one after the last row
+    saving: int | None  # the step of the checkpoint that was half written
+    rank: int | None = None  # the only one that was killed
+    alone: bool = True  # its worker then ended by itself
+    saved: int = 0  # the step of the newest whole checkpoint, from which the run must go on
+    starts: int = 0  # how often the run had begun to train until then
+
+    def __str__(self) -> str:
+        where = f"step {self.step}" if self.saving is None else f"the save of step {self.saving}"
+        late = "" if self.kind != "save" or self.saving is not None else " just after a save"
+        if self.rank is None:
+            return f"in {where}{late}"
+        killed = f"had to be killed after {ALONE_S:g} s"
+        others = "ended by themselves" if self.alone else killed
+        return f"in {where} (rank {self.rank} only; the others {others})"
+
+    @property
+    def hit(self) -> bool:
+        return self.kind != "save" or self.saving is not None
+
+
+class Broken(RuntimeError):
+    """A run that cannot go on after a kill; the text has its last words."""
+
+
+def kill_again_and_again(
+    path: Path, plan: Config, unbroken: Path, kinds: Sequence[str]
+) -> list[Kill]:
+    """Start the run in `path`, kill it, start it again, ..., and let it come to its end.
+
+    `kinds` says what to kill in which order. Return what was hit. Raises Broken when it does not go
+    on after a kill, ConfigError when it could not be made at all.
+    """
+    for attempt in range(1, _TRIES + 1):
+        wanted, kills = list(kinds), list[Kill]()
+        while wanted:
+            missed = sum(not k.hit for k in kills)
+            part = len(kills), len(kills) + len(wanted)
+            kill = strike(path, plan, unbroken, wanted[0], part, hurry=missed > 0 or attempt > 1)
+            if kill is None:
+                break
+            print(f"killed {kill}", flush=True)
+            kills.append(kill)
+            if kill.hit or missed + 1 == _TRIES:
+                wanted.pop(0)
+        if not wanted or attempt == _TRIES:
+            break
+        print("the run ended before it could be killed again; once more from the start", flush=True)
+        shutil.rmtree(path)
+    try:
+        runs.train_recorded(path, plan)
+    except ConfigError as error:
+        raise Broken(str(error)) from None
+    return kills
+
+
+def strike(
+    path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int, int], hurry: bool
+) -> Kill | None:
+    """Start the run in `path` and kill it once, in a random step of a part of the run.
+
+    `part` is (number, of how many). After a miss, in a `hurry`, kill as soon as there is something
+    to hit. None when the run came to its end before. Raises Broken or ConfigError when it ended
+    otherwise.
+    """
+    steps, (number, of), rng = plan.train.max_steps or 0, part, random.SystemRandom()
+    low = 1 + number * steps // of
+    high = max(low, min((number + 1) * steps // of, steps - 1))  # the last one is soon over
+    target = low if hurry else rng.randint(low, high)
+    root, rank, alone = path / rundir.CHECKPOINTS, None, False
+    before = _written(path)
+    process = runs.start_run(path, plan, **record.recorder_environment(path))
+    with runs.ended_with_us(process):
+        # A resumed run writes its rows anew, once what an earlier one has left is cleaned away.
+        there = _wait(process, lambda: _written(path) != before)
+        there = there and _wait(process, lambda: _last(path) >= target - 1)
+        if kind == "rank":
+            there = there and _wait(process, lambda: bool(_ranks(family(process.pid))))
+        tree = family(process.pid)  # now: a save may be over in a few milliseconds
+        ranks = _ranks(tree)
+        if there and kind == "save":
+            there = _wait(process, lambda: _saving(root) is not None, pause_s=0.0002)
+        if there and not hurry:
+            time.sleep(rng.random() * _moment(unbroken, kind))
+        gone = kind == "rank" and not ranks  # the last step is behind them
+        if not there or gone or process.poll() is not None:
+            if process.wait() == DONE:
+                return None
+            words = f"{path}: ended with exit code {process.returncode}: {runs.last_words(path)}"
+            raise Broken(words) if number else ConfigError("cannot_verify", words)
+        if kind == "rank":
+            rank, pid = rng.choice(sorted(ranks.items()))
+            send(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ALONE_S)  # it has to find out, and to end the others
+        alone = process.poll() is not None
+        _kill_all(process, tree)
+    if rundir.read_status(path).get("state") == "finished":  # it was only about to leave
+        return None
+    starts = len(record.starts(path))
+    saved = rundir.newest_step(path) or 0
+    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, saved, starts)
+
+
+def _moment(unbroken: Path, kind: str) -> float:
+    """Return for how many seconds, at most, to wait in what was met: a step, or half of a save."""
+    if kind == "save":  # it took from the first of its files to the last
+        newest = checkpoint_folders(unbroken / rundir.CHECKPOINTS)[-1]
+        times = [file.stat().st_mtime for file in newest.iterdir()]
+        return (max(times) - min(times)) / 2
+    return statistics.median(row["step_time"] for row in runs.read_run_rows(unbroken))
+
+
+def _wait(
+    process: subprocess.Popen[str], until: Callable[[], bool], pause_s: float = 0.001
+) -> bool:
+    """Wait; False when the process ended before."""
+    while not until():
+        if process.poll() is not None:
+            return False
+        time.sleep(pause_s)
+    return True
+
+
+def _written(path: Path) -> int:
+    """Return when the rows of a run last changed."""
+    with contextlib.suppress(FileNotFoundError):
+        # not their inode, which the file system may use again
+        return (path / rundir.METRICS).stat().st_ctime_ns
+    return 0
+
+
+def _last(path: Path) -> int:
+    """Return the step of the run's last row, 0 where there is none."""
+    rows = runs.read_run_rows(path)
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def _saving(root: Path) -> int | None:
+    """Return the step of the checkpoint that is half written under `root`."""
+    with contextlib.suppress(OSError):
+        found = [re.fullmatch(r"\.step_(\d+)\.tmp", name) for name in os.listdir(root)]
+        return max((int(match[1]) for match in found if match), default=None)
+    return None
+
+
+def _ranks(tree: Sequence[int]) -> dict[int, int]:
+    """Return the running process of each rank below a worker: the first that has its number."""
+    found: dict[int, int] = {}
+    for pid in tree[1:]:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                if name == b"RANK" and not ended(pid):
+                    found.setdefault(int(value), pid)
+    return found
+
+
+def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
+    """Kill a worker and all under it at once (SIGKILL), at first those `known`.
+
+    Returns when they are gone.
+    """
+    if process.poll() is None:
+        send(process.pid, signal.SIGSTOP)  # it must not see its ranks die
+    for pid in known[1:]:
+        send(pid, signal.SIGKILL)
+    gone = {*known[1:], *(kill_family(process.pid)[1:] if process.poll() is None else ())}
+    process.wait()
+    for pid in gone:
+        while not ended(pid):
+            time.sleep(0.001)

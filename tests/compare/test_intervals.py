@@ -16,7 +16,7 @@ import llmexp
 from llmexp.compare.figures import TAIL
 from llmexp.compare.page import page
 from llmexp.compare.reading import read
-from llmexp.laws.points import decayed, law_points
+from llmexp.laws.ladders import decayed, law_points
 from llmexp.runs.find import find
 from llmexp.runs.steps import FIELDS
 from llmexp.sweep.running import score

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmexp.laws.fitting import Surface
-from llmexp.laws.points import Ladder, LawPoint
+from llmexp.laws.ladders import Ladder, LawPoint
+from llmexp.laws.law import Surface
 
 K = 6  # FLOPs a token and parameter
 

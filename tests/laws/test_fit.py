@@ -173,7 +173,7 @@ def test_a_power_law_over_a_knob(tmp_path, key):
         knob = {key.replace(".", "__"): value}
         run(tmp_path / str(i) / "run", 1.5 + value**-0.5, BLOCKS[2], 10**7, **knob)
     whole = llmexp.fit(*sorted(tmp_path.iterdir()), form="power", by=key).data
-    assert "no account" not in " ".join(whole["notes"])
+    assert "Not in this law" not in " ".join(whole["notes"])
     law = whole["ladders"][0]["law"]
     assert (law["p"]["value"], law["E"]["value"]) == pytest.approx((0.5, 1.5), rel=1e-6)
 
@@ -182,7 +182,7 @@ def test_settings_that_are_no_points_are_named_where_points_are_too_few(tmp_path
     """Four runs, two settings of one size and length: two points."""
     for i, (lr, seed) in enumerate(itertools.product((1e-3, 2e-3), (1, 2))):
         run(tmp_path / str(i), 3.0 + i, BLOCKS[0], 10**6, optimizer__lr=lr, train__seed=seed)
-    with pytest.raises(ConfigError, match=r"has 2 points.* 1 other setting is none"):
+    with pytest.raises(ConfigError, match=r"has 2 points.* 1 other setting"):
         llmexp.fit(tmp_path)
 
 

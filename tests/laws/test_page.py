@@ -10,12 +10,10 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.laws.answer import Answer
-from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import Gain, Need, gain
-from llmexp.laws.law import Estimate
+from llmexp.laws.law import Estimate, Power, Surface
 from llmexp.laws.page import page
-from llmexp.laws.power import Power
-from llmexp.laws.table import to_json
+from llmexp.laws.words import to_json
 from tests.compare.pages import EVIL, Outline, array, browser, figures, fits, show
 from tests.laws.planted import LAWS, csv_of, ladder
 
@@ -37,13 +35,13 @@ def made(*names: str, off: float = 1.0) -> Answer:
 def test_the_figures_are_those_of_the_answer():
     answer = made("adamw", "muon")
     drawn = figures(page(answer))
-    assert set(drawn) == {"gain", "frontier", *(f"{kind}-{name}" for name in ("adamw", "muon")
+    assert set(drawn) == {"gain", "law-FLOPs", *(f"{kind}-{name}" for name in ("adamw", "muon")
                           for kind in ("isoflop", "contours", "residuals"))}  # fmt: skip
     s = answer.surfaces[0]
     traces = drawn["isoflop-adamw"]["data"]
     stars = [t for t in traces if t.get("marker", {}).get("symbol") == "star"]
-    assert [t["x"][0] for t in stars] == [o.parameters.value for o in s.optima]
-    assert [t["y"][0] for t in stars] == [o.loss.value for o in s.optima]
+    assert [t["x"][0] for t in stars] == [o.parameters.value for o in s.places]
+    assert [t["y"][0] for t in stars] == [o.loss.value for o in s.places]
     # A curve of the law is that of its losses at the budget, to the float32 of a page.
     curve = next(t for t in traces if t["mode"] == "lines")
     n, loss = array(curve["x"]), array(curve["y"])
@@ -59,7 +57,7 @@ def test_an_edge_has_no_stars_and_a_power_law_has_a_curve():
     assert not any(t.get("marker", {}).get("symbol") == "star" for t in traces)
     law = Power(ladder(H, 6, 5, 0.002, 0), "given", "flops", 1e21)
     drawn = figures(page(Answer("power", "given", [law])))
-    assert set(drawn) == {"power-planted", "residuals-planted"}
+    assert set(drawn) == {"law-flops", "residuals-planted"}
 
 
 def test_what_has_no_end_is_null_in_json_and_any_in_words():

@@ -9,13 +9,11 @@ import pytest
 from scipy.optimize import brentq, minimize, minimize_scalar
 
 from llmexp.laws import law as module
-from llmexp.laws.fitting import Surface
 from llmexp.laws.gain import gain
 from llmexp.laws.isoflop import parabolas
-from llmexp.laws.law import Ensemble, Estimate
-from llmexp.laws.optimum import FlopsBySize, Frontier
-from llmexp.laws.points import Ladder, LawPoint
-from llmexp.laws.surface import DELTA, fit_surface, log_losses
+from llmexp.laws.ladders import Ladder, LawPoint
+from llmexp.laws.law import Ensemble, Estimate, Surface
+from llmexp.laws.surface import DELTA, FlopsBySize, Frontier, fit_surface, log_losses
 from tests.laws.planted import LAST, LAWS, Law, coverage, ladder
 
 

@@ -13,7 +13,7 @@ import pytest
 from llmexp.runs import rundir
 from llmexp.settings.convert import build
 from llmexp.verify import determinism, runs
-from llmexp.verify.pair import Remains, same_bits
+from llmexp.verify.determinism import Remains, same_bits
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 4

@@ -27,7 +27,7 @@ from llmexp.train.assembly.assemble import assemble
 from llmexp.update.precision import settings_kept
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
-from llmexp.verify.geometry import masked_id, real_batch
+from llmexp.verify.geometry import masked_id, moved_off, off_by, real_batch, within_limit
 from llmexp.verify.reference import (
     Roundoff,
     draws_random_numbers,
@@ -36,7 +36,6 @@ from llmexp.verify.reference import (
     windows_in_order,
 )
 from llmexp.verify.runs import shrunk, trial
-from llmexp.verify.tolerance import moved_off, off_by, within_limit
 from tests import reference, tools
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import PACKAGE_OF

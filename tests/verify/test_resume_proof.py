@@ -26,9 +26,9 @@ from llmexp.runs import rundir
 from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.targets import locate
 from llmexp.settings.values import ConfigError
-from llmexp.verify import kills, record, resume, runs
-from llmexp.verify.kills import Kill
-from llmexp.verify.pair import Remains, same_bits
+from llmexp.verify import record, resume, runs
+from llmexp.verify.determinism import Remains, same_bits
+from llmexp.verify.resume import Kill
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 from tests.tools import amend
 
@@ -308,7 +308,7 @@ def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
     def strike() -> None:
         with runs.ended_with_us(process):
             os.kill(os.getpid(), signal.SIGINT)
-            kills._kill_all(process, [process.pid])
+            resume._kill_all(process, [process.pid])
 
     with pytest.raises(KeyboardInterrupt):
         strike()
