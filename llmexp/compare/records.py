@@ -319,13 +319,16 @@ class Result:
     @property
     def measured(self) -> bool:
         """Tell whether the metric is what runs are evaluated for."""
-        runs = (r for s in self.settings for r in s.runs)
-        return self.key.startswith("val/") or any(self.key == r.measured for r in runs)
+        return self.key.startswith("val/") or self._of_source
 
     @property
     def judged(self) -> bool:
         """Tell whether seeds judge the metric."""
-        return is_loss(self.key) or (self.measured and not self.key.startswith("val/"))
+        return is_loss(self.key) or self._of_source
+
+    @property
+    def _of_source(self) -> bool:
+        return any(self.key == r.measured for s in self.settings for r in s.runs)
 
     @property
     def foreign(self) -> bool:

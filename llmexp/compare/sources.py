@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.compare.events import event_folders, runs_of_events
 from llmexp.compare.reading import read
 from llmexp.compare.records import Record
 from llmexp.compare.strangers import (
@@ -46,6 +47,8 @@ def gathered(given: Sequence[Any], asked: Asked) -> tuple[list[Record], list[str
             there += project_runs(str(one).removeprefix(ONLINE), _filters(asked.filter))
         elif files := [f for path in paths_of(one) for f in offline_files(path)]:
             there += map(offline_run, files)
+        elif events := [folder for path in paths_of(one) for folder in event_folders(path)]:
+            runs += runs_of_events(events)
         else:
             folders.append(one)
     if asked.flags and len(folders) == len(given):

@@ -234,7 +234,7 @@ def _settings(
             continue
         if is_execution(key) if config else of_figures(key):
             continue
-        if texts and not shared and many:
+        if texts and not shared and many and len(known) > 1:
             continue  # it names the run
         if shared or texts or config or not many:
             found.append(key)

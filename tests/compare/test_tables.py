@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +166,34 @@ def test_what_rounding_to_few_digits_hides_widens_an_interval():
 def test_a_package_that_is_missing_is_named(monkeypatch):
     Path("runs.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet", "polars"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="pyarrow or polars") as refused:
         llmexp.compare("runs.parquet")
     assert refused.value.kind == "missing_package"
+
+
+def test_event_files_need_their_package(monkeypatch):
+    Path("lr=0.1").mkdir()
+    Path("lr=0.1/events.out.tfevents.1").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match="needs the package tensorboard") as refused:
+        llmexp.compare(".")
+    assert refused.value.kind == "missing_package"
+
+
+def test_event_files_are_judged_by_the_settings_in_their_paths():
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    for lr, seed in itertools.product((0.1, 0.2), (1, 2, 3)):
+        with SummaryWriter(f"runs/lr={lr},seed={seed}") as writer:
+            for step in (0, 10, 20):
+                writer.add_scalar("val/acc", lr + step / 100 + seed * seed / 1000, step)
+    answer = llmexp.compare("runs", figure="val/acc")
+    assert {run["label"]: run["mark"] for run in answer.data["runs"]} == {
+        "lr=0.2": "best",
+        "lr=0.1": "worse",
+    }
 
 
 def test_many_runs_are_compared():
