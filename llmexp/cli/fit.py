@@ -28,7 +28,7 @@ _ARGUMENTS = {
         "COUNT",
         f"how N counts parameters: {', '.join(COUNTS)} (default: head, without embeddings)",
     ),
-    "--predict": ("C", "FLOPs to predict at, such as 1e16"),
+    "--predict": ("C", "FLOPs to predict at, such as 1e16, or a size and tokens: N=1e9,D=2e10"),
     "--why": "also what the answer rests on",
     "--html": ("FILE", "also write the page, such as --html laws.html", Path),
     "--json": "print everything as JSON instead",

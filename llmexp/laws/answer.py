@@ -51,7 +51,8 @@ def fit(
 
     `form`: surface (L over N and D), isoflop (parabolas, beside the surface), power (one axis,
     `by`: tokens, flops, parameters or a knob); default: what the runs allow. `count`: how N counts
-    parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`.
+    parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`,
+    or a size and tokens, such as N=1e9,D=2e10.
     Raises ConfigError for what cannot be fitted.
     """
     for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
@@ -73,8 +74,8 @@ def fit(
     axes = [by or _axis(ladder, counted) for ladder in found]
     if by is not None or (form is None and "" not in axes):
         form = "power"
-    target = None
-    if predict is not None:
+    place, target = _place(predict, form), None
+    if predict is not None and not place:
         target = positive(predict, (axes[0] or "flops") if form == "power" else "FLOPs")
     answer = Answer(form or "surface", counted, [])
     refused: list[tuple[Ladder, ConfigError]] = []
@@ -84,7 +85,7 @@ def fit(
             if form == "power":
                 answer.laws.append(Power(ladder, counted, axis or "flops", target, seed))
             else:
-                answer.laws.append(Surface(ladder, counted, target, seed))
+                answer.laws.append(Surface(ladder, counted, target, seed, place))
         except ConfigError as error:
             refused.append((ladder, error))
     if not answer.laws:
@@ -107,6 +108,20 @@ def _stray(ladder: Ladder, answer: Answer) -> bool:
     for reason, names in ({apart: [p.name for p in ladder.points]} | ladder.out).items():
         out.setdefault(reason, []).extend(names)
     return True
+
+
+def _place(predict: float | str | None, form: str | None) -> tuple[float, float] | None:
+    """Return the size and the tokens of N=1e9,D=2e10; None for what is one number."""
+    if "=" not in str(predict):
+        return None
+    if form == "power":
+        text = "is of a surface; a power law takes one number"
+        raise ConfigError("conflict", f"--predict {predict}: {text}")
+    given = dict(part.strip().split("=", 1) for part in str(predict).split(",") if "=" in part)
+    if {*given} != {"N", "D"}:
+        text = "a size N and tokens D are needed; for example --predict N=1e9,D=2e10"
+        raise ConfigError("missing_value", f"--predict {predict}: {text}")
+    return positive(given["N"], "parameters"), positive(given["D"], "tokens")
 
 
 def positive(given: float | str, what: str = "FLOPs") -> float:

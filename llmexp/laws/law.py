@@ -219,9 +219,15 @@ class Surface(Law):
     exponents = ("alpha", "beta")
 
     def __init__(
-        self, ladder: Ladder, count: str, target: float | None = None, seed: int = 0
+        self,
+        ladder: Ladder,
+        count: str,
+        target: float | None = None,
+        seed: int = 0,
+        place: tuple[float, float] | None = None,
     ) -> None:
         self.count, self.target = count, target  # FLOPs to predict at
+        self.place = place  # a size and tokens to predict at
         self.sizes, self.tokens, self.x, _ = ladder.figures(count)
         x, compute = np.log([self.sizes, self.tokens]), np.log(self.x)
         need = "train at least 3 sizes at 3 budgets, or fit one axis; for example --form power"
@@ -241,6 +247,14 @@ class Surface(Law):
 
     def loss_at(self, x: float) -> Estimate:
         return Estimate.of(self.frontier.losses(math.log(x)))
+
+    @cached_property
+    def there(self) -> Estimate | None:
+        """Return the loss at the size and the tokens that were asked for; None without them."""
+        if self.place is None:
+            return None
+        x = np.log(self.place)[:, None]
+        return Estimate.of(log_losses(self.ensemble.laws, x)[:, 0])
 
     def optimum(self, compute: float, runs: Sequence[int] | np.ndarray = ()) -> Optimum:
         """Return the best at log compute, beside the runs of that rung."""

@@ -63,10 +63,14 @@ def _law(law: Law, a: Answer) -> str:
         place = f"At {flops_text(law.target)} FLOPs" if law.axis == "flops" else place
         return f"{place}: val loss {bracketed(law.predicted.law)}; {text}"
     assert isinstance(law, Surface)
+    asked = ""
+    if law.place and law.there:
+        n, d = map(big, law.place)
+        asked = f"At {n} parameters and {d} tokens: val loss {bracketed(law.there)}. "
     if law.edge:
         return (
-            f"No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, beyond "
-            f"the sizes that were tried; widen to {law.edge} N."
+            f"{asked}No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, "
+            f"beyond the sizes that were tried; widen to {law.edge} N."
         )
     best, found = law.predicted, a.parabolas[law] if a.form == "isoflop" else None
     place = f"At {flops_text(best.flops)} FLOPs"
@@ -75,16 +79,20 @@ def _law(law: Law, a: Answer) -> str:
     if found:
         by = f"by parabolas: {sized(found.parameters, 'parameters')}. N* ~ "
         by += f"C^{bracketed(found.exponent)}. Biased: {_bias(found)}"
-        return f"{place}, {by}; the surface, as in the table, has {size} and {exponent}."
+        return f"{asked}{place}, {by}; the surface, as in the table, has {size} and {exponent}."
     tokens, loss = big(best.tokens.value), bracketed(best.loss)
-    return f"{place}: {size}, {tokens} tokens, val loss {loss}. N* ~ {exponent}."
+    return f"{asked}{place}: {size}, {tokens} tokens, val loss {loss}. N* ~ {exponent}."
 
 
 def _notes(law: Law) -> Iterator[Note]:
     """Yield how far the prediction lies out, what runs do not tell, what was held and left out."""
-    if law.target is not None and not law.edge:
+    target = law.target if not law.edge else None
+    if isinstance(law, Surface) and law.place:
+        size, tokens = law.place
+        target = tokens * math.exp(float(law.frontier.price.at(np.log([size]))[0]))
+    if target is not None:
         (low, first), (high, last) = law.ends
-        beyond, below = math.log10(law.target / high), math.log10(low / law.target)
+        beyond, below = math.log10(target / high), math.log10(low / target)
         off, where = max((beyond, f"beyond the {last}"), (below, f"below the {first}"))
         if off > FAR:
             rests = "no interval knows whether the form of the law holds so far out"
@@ -275,6 +283,7 @@ def table_of(law: Law) -> list[Shown]:
         if hasattr(places[0], key):
             values = [getattr(place, key) for place in places]
             missing = "edge" if law.edge and key == "parameters" else ""
+            shown = flops_text if key == "x" and law.axis == "flops" else shown
             cells = [missing if v is None or v == 0 else shown(v) for v in values]
             found.append(Shown(title or law.axis, cells, [getattr(v, "value", v) for v in values]))
     return found
@@ -326,5 +335,7 @@ def _ladder(law: Law, answer: Answer) -> dict[str, Any]:
         "exponents": law.other_counts,
         "rungs": law.places,
         "prediction": vars(law.predicted) | {"decades_beyond": decades},
+        "place": law.place
+        and dict(zip(("parameters", "tokens"), law.place, strict=True)) | {"loss": law.there},
         "parabolas": answer.parabolas[law],
     }

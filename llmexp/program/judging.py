@@ -149,7 +149,7 @@ class Laws:
 
 
 def fit(*paths: Any, form: str | None = None, by: str | None = None, count: str | None = None,
-        predict: float | None = None) -> Laws:  # fmt: skip
+        predict: float | str | None = None) -> Laws:  # fmt: skip
     """Fit scaling laws to runs, sweeps, folders of them, globs and CSV files, as `llmexp fit` does.
 
     Raises ConfigError for what the command refuses, such as too few runs.

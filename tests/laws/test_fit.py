@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -235,6 +236,29 @@ def test_a_csv_with_any_case_and_without_tokens(tmp_path):
     spaced = [f"{line}, {i + 1}".replace(",", ", ") for i, line in enumerate(lines)]
     (tmp_path / "d.csv").write_text("\n".join([f"{head}, depth", *spaced]))
     assert len(ladders_of(tmp_path / "d.csv", by="depth")[0]["points"]) == 20
+
+
+def test_a_size_and_tokens_have_a_loss_whatever_the_best_size(tmp_path):
+    """Of sizes by tokens per parameter nobody knows the best size, and the law is known."""
+    law, path = LAWS["hoffmann"], tmp_path / "ratios.csv"
+    points = [(n, ratio * n) for n in (1e7, 3e7, 1e8, 3e8) for ratio in (5, 10, 20, 40)]
+    lines = [f"{n},{d},{law.loss(n, d)}" for n, d in points]
+    path.write_text("\n".join(["N,D,loss", *lines]))
+    found = llmexp.fit(path, predict="N=1e9,D=2e10")
+    (one,) = found.data["ladders"]
+    assert one["place"]["loss"]["value"] == pytest.approx(law.loss(1e9, 2e10), rel=1e-4)
+    assert (one["place"]["parameters"], one["place"]["tokens"]) == (1e9, 2e10)
+    assert found.headline.startswith("At 1 B parameters and 20 B tokens: val loss 2.")
+    for wrong in ("N=1e9", "N=1e9,D=x", "N=1e9,C=1e20"):
+        with pytest.raises(ConfigError, match="predict="):
+            llmexp.fit(path, predict=wrong)
+    with pytest.raises(ConfigError, match="a power law takes one number"):
+        llmexp.fit(path, form="power", by="tokens", predict="N=1e9,D=2e10")
+
+
+def test_rows_of_flops_show_flops(tmp_path):
+    table = str(llmexp.fit(good(tmp_path, 6, 5), form="power", by="flops"))
+    assert re.search(r"^ *1e18 ", table, re.M), table
 
 
 SAID = [
