@@ -65,8 +65,8 @@ def _law(law: Law, a: Answer) -> str:
     assert isinstance(law, Surface)
     asked = ""
     if law.place and law.there:
-        n, d = map(big, law.place)
-        asked = f"At {n} parameters and {d} tokens: val loss {bracketed(law.there)}. "
+        size, tokens = map(big, law.place)
+        asked = f"At {size} parameters and {tokens} tokens: val loss {bracketed(law.there)}. "
     if law.edge:
         return (
             f"{asked}No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, "
