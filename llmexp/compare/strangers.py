@@ -32,7 +32,7 @@ _FIGURES = (
     "seconds", "speed", "tflops", "throughput", "time", "timestamp", "updated",
 )  # fmt: skip
 _LOWER = ("loss", "ppl", "perplexity", "bpb", "nll", "error", "time", "seconds", "bits", "step")
-_HIGHER = ("acc", "accuracy", "score", "mfu", "throughput", "reward", "sec")
+_HIGHER = ("acc", "accuracy", "score", "mfu", "throughput", "reward", "speed")
 _STATES = {
     "finished": "finished completed complete done success succeeded ok",
     "running": "running pending queued",
@@ -179,10 +179,10 @@ def _better(figure: str, given: str | None) -> str:
             )
         return given
     found = _words(figure)
-    if "per" in found or any(w.startswith(_HIGHER) for w in found):
-        return "higher"
-    if any(w.endswith(_LOWER) for w in found):
+    if "per" not in found and any(w.endswith(_LOWER) for w in found):
         return "lower"
+    if "per" in found or any(w in _HIGHER for w in found):
+        return "higher"
     raise ConfigError(
         "missing_value",
         f"--figure {figure}: is it better when lower or higher? Say so: --better lower",

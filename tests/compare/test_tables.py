@@ -17,6 +17,7 @@ import llmexp
 from llmexp.compare.page import page
 from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_case, read_rows
+from tests.conftest import ROOT
 from tests.tools import printed, run_here
 
 HERE = Path(__file__).parent
@@ -205,6 +206,25 @@ def test_many_runs_are_compared():
     ]
     answer = llmexp.compare(write_csv("many.csv", lines))
     assert len(answer.data["runs"]) == 5000
+
+
+GALLERY = {
+    "value_embeddings": ({"by": "embeddings"}, {"five": "best", "three": "worse"}),
+    "update_smoothing": ({"by": "forty"}, dict.fromkeys("abc", "undecided") | {"d": "lowest"}),
+    "layer_dropout": (
+        {"by": "configuration", "figure": "final_loss"},
+        {"topological_r8": "lowest", "weighted_r8": "undecided"}
+        | dict.fromkeys(("baseline", "weighted_r6"), "other budget"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_published_runs_have_the_verdicts_of_the_gallery(name):
+    how, marks = GALLERY[name]
+    answer = llmexp.compare(ROOT / "docs/gallery" / f"{name}.csv", **how)
+    assert {run[how["by"]]: run["mark"] for run in answer.data["runs"]} == marks
+    assert answer.headline.split(",")[0] in " ".join((ROOT / "docs/gallery.md").read_text().split())
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[odd["case"] for odd in ODD])
