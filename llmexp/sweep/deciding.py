@@ -103,13 +103,10 @@ def further_points(
     fixed = [o for o in rows[0] if key_of(o) not in swept]
     found = []
     for entry in ledger.points:
-        if entry.is_twin or entry.refused is not None:
-            continue
-        seed = [o for o in entry.overrides if is_seed(o)]
-        row = known.get(own(entry.overrides))
-        if row is None:
-            found.append([*fixed, *sorted(own(entry.overrides)), *seed])
-        elif seed and int(seed[0].partition("=")[2]) not in seeds:
+        setting, seed = own(entry.overrides), [o for o in entry.overrides if is_seed(o)]
+        row = known.get(setting) or [*fixed, *sorted(setting)]
+        there = setting in known and not (seed and int(seed[0].partition("=")[2]) not in seeds)
+        if not (there or entry.is_twin or entry.refused is not None):
             found.append([*row, *seed])
     return found
 
@@ -130,19 +127,6 @@ def refuse_undecidable(knobs: Sweep, seeds: Sequence[int], able: Sequence[Point]
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
         raise refuse("out_of_range", "sweep.max_tokens", knobs.max_tokens, text, wanted)
-
-
-def run_looks(current: Current, points: Sequence[Point]) -> None:
-    """Train seeds until the sweep is decided; what the looks found is recorded in the ledger."""
-    deciding = Deciding(current, points)
-    deciding.run()
-    if not current.over:  # what another decision had queued
-        ledger = current.ledger
-        there = {e.folder for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
-        ledger.points = [
-            e for e in ledger.points if e.folder in there or e.refused or e.state == "failed"
-        ]
-        ledger.save()
 
 
 class Deciding:
@@ -185,6 +169,12 @@ class Deciding:
                     for i, b in enumerate(later)
                 ]
             ledger.looks = [*looks, *later]
+            if not wanted:  # what another decision had queued is not wanted
+                ledger.points = [
+                    e
+                    for e in ledger.points
+                    if e.refused or e.state == "failed" or rundir.is_run(ledger.path / e.folder)
+                ]
             ledger.save()
             say(f"look {len(looks)}, at {count} seeds: {why}")
             if not wanted:

@@ -16,7 +16,7 @@ from llmexp.settings.knobs import SEED
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, pasteable, refuse
 from llmexp.sweep.current import Current
-from llmexp.sweep.deciding import refuse_undecidable, run_looks, seeded
+from llmexp.sweep.deciding import Deciding, refuse_undecidable, seeded
 from llmexp.sweep.points import Point, asked_of, expand, grid_of
 from llmexp.sweep.running import run_points, run_rungs
 from llmexp.sweep.section import Sweep
@@ -104,7 +104,10 @@ def run_grid(current: Current, overrides: Sequence[str]) -> None:
         asked = {point.entry.folder for point in points}
         others = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]
         points += left_of(current, [e for e in others if e.rung is None])
-    (run_looks if knobs.decide else run_rungs)(current, points)
+    if knobs.decide:
+        Deciding(current, points).run()
+    else:
+        run_rungs(current, points)
     run_twins(current)
 
 

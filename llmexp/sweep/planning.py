@@ -61,7 +61,7 @@ def plan_points(
     able, found = list[Point](), dict[str, Planned]()
     for point in counted("planning", points):
         try:
-            one = found[point.name] = plan(point.config, str(point.path))
+            one = found[point.entry.name] = plan(point.config, str(point.path))
         except ConfigError as error:
             refused.append(point.refused(error.kind, str(error)))
         else:
@@ -70,7 +70,7 @@ def plan_points(
             able.append(dataclasses.replace(point, checked=facts))
     able, same = split_duplicates(able)
     refused += same
-    plans = [found[point.name] for point in able]
+    plans = [found[point.entry.name] for point in able]
     total = totals(plans, knobs)
     if knobs.decide and not refused:
         refuse_undecidable(knobs, seeds, able)
@@ -126,7 +126,9 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) ->
     able, refused, knobs = sweep.points, sweep.refused, sweep.knobs
     if as_json:
         pairs = zip(able, sweep.plans, strict=True)
-        rows = [{"name": point.name, "values": point.values, **one.whole} for point, one in pairs]
+        rows = [
+            {"name": point.entry.name, "values": point.values, **one.whole} for point, one in pairs
+        ]
         answer = {"points": rows, "total": sweep.total, "refused": reasons(refused)}
         print(json.dumps(answer, indent=2, allow_nan=False))
         return 2 if refused else 0

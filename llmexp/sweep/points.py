@@ -70,10 +70,6 @@ class Point:
     checked: PointFacts | None = None
 
     @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
     def path(self) -> Path:
         return self.where / self.entry.folder
 
@@ -217,10 +213,10 @@ def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerE
         same = configs.setdefault(point.solved, point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
-            text = f"resolves to the same config as {same.entry.label or same.name}; "
+            text = f"resolves to the same config as {same.entry.label or same.entry.name}; "
             refused.append(point.refused("conflict", text + _why_same(point, same)))
         elif beside is not point:
-            text = f"resolves to the same folder as {beside.name}, {point.path}"
+            text = f"resolves to the same folder as {beside.entry.name}, {point.path}"
             refused.append(point.refused("conflict", f"hydra.sweep.subdir: {text}"))
         else:
             kept.append(point)

@@ -99,7 +99,15 @@ class Ray:
         if not ray.is_initialized():
             connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
             current.stack.callback(ray.shutdown)
-        refuse_impossible(ray.nodes(), points, knobs)
+        alive = [node["Resources"] for node in ray.nodes() if node.get("Alive")]
+        wanted = [needs(point.facts, knobs) for point in points]
+        for i, (key, name) in enumerate((("cpus_per_run", "CPU"), ("gpus_per_run", "GPU"))):
+            most = max((each[i] for each in wanted), default=0)
+            largest = max((resources.get(name, 0.0) for resources in alive), default=0.0)
+            if most > largest:  # a run has to fit on one node, or would wait for ever
+                text = f"the largest node of the cluster has {largest:g} {name}s"
+                key = f"hydra.launcher.{key}"
+                raise refuse("no_device", key, f"{most:g}", text, f"{largest:g}")
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
         self._environment = kept | {"PWD": os.getcwd()}
 
@@ -164,20 +172,6 @@ def needs(facts: PointFacts, knobs: Knobs) -> tuple[float, float]:
     cpus = facts.ranks if knobs.cpus_per_run is None else knobs.cpus_per_run
     gpus = facts.ranks if facts.devices else 0
     return cpus, gpus if knobs.gpus_per_run is None else knobs.gpus_per_run
-
-
-def refuse_impossible(
-    nodes: Sequence[dict[str, Any]], points: Sequence[Point], knobs: Knobs
-) -> None:
-    """Raise ConfigError for a run that would wait for ever: it has to fit on one node."""
-    alive = [node["Resources"] for node in nodes if node.get("Alive")]
-    wanted = [needs(point.facts, knobs) for point in points]
-    for i, (key, name) in enumerate((("cpus_per_run", "CPU"), ("gpus_per_run", "GPU"))):
-        most = max((each[i] for each in wanted), default=0)
-        largest = max((resources.get(name, 0.0) for resources in alive), default=0.0)
-        if most > largest:
-            text = f"the largest node of the cluster has {largest:g} {name}s"
-            raise refuse("no_device", f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
 
 
 def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:

@@ -105,11 +105,17 @@ def check(knobs: Knobs) -> None:
         )
 
 
-def sbatch_options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]:
-    """Return sbatch's options for runs with so many ranks on each node; None leaves one out."""
-    gpus = ranks if device == "cuda" else None
-    return {
-        "nodes": nodes,
+def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -> list[str]:
+    """Submit a job array for queued run folders that need the same nodes; return the jobs' ids.
+
+    The jobs' output goes beside the script. Raises OSError with what sbatch printed.
+    """
+    run = rundir.read_run(paths[0])
+    ranks, options = run["nproc_per_node"], knobs.additional_parameters
+    gpus = ranks if run["device"] == "cuda" else None
+    output = str(script.parent.absolute()).replace("%", "%%")
+    asked = {
+        "nodes": run["nnodes"],
         "ntasks-per-node": 1,
         "cpus-per-task": knobs.cpus_per_task or ranks,
         "gpus-per-node": gpus if knobs.gpus_per_node is None else knobs.gpus_per_node,
@@ -121,17 +127,11 @@ def sbatch_options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[st
         "signal": f"USR2@{knobs.signal_delay_s}",
         "requeue": True,
         "open-mode": "append",
-        **{key.replace("_", "-"): value for key, value in knobs.additional_parameters.items()},
+        **{key.replace("_", "-"): value for key, value in options.items()},
+        "job-name": name,
+        "array": f"0-{len(paths) - 1}%{knobs.array_parallelism}",
+        "output": f"{output}/%A_%a.out",
     }
-
-
-def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -> list[str]:
-    """Submit a job array for queued run folders that need the same nodes; return the jobs' ids.
-
-    The jobs' output goes beside the script. Raises OSError with what sbatch printed.
-    """
-    run = rundir.read_run(paths[0])
-    asked = sbatch_options(knobs, run["nnodes"], run["nproc_per_node"], run["device"])
     text = SCRIPT.format(
         runs="\n".join(shlex.quote(str(path.absolute())) for path in paths),
         setup="\n".join(knobs.setup),
@@ -139,12 +139,6 @@ def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -
         python=shlex.quote(sys.executable),
     )
     script.write_text(text, encoding="utf-8", errors="surrogateescape")
-    output = str(script.parent.absolute()).replace("%", "%%")
-    asked |= {
-        "job-name": name,
-        "array": f"0-{len(paths) - 1}%{knobs.array_parallelism}",
-        "output": f"{output}/%A_%a.out",
-    }
     given = {key: value for key, value in asked.items() if value not in (None, False)}
     words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
     array = client("sbatch", "--parsable", *words, str(script)).strip().partition(";")[0]
@@ -169,23 +163,6 @@ def fixed_here(config: Config, path: Path) -> str:
     return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
 
 
-def live_jobs(points: Sequence[Point]) -> list[Submitted]:
-    """Return earlier jobs of these points that have not ended. Raises ConfigError."""
-    known = []
-    for point in points:
-        with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
-            job = fileio.read_json(point.path / JOB).get("job_id")
-            known.append(Submitted(point, str(job)))
-    if not known:
-        return []
-    try:
-        found = states()
-    except OSError as error:
-        text = "whether earlier jobs are still there is not known"
-        raise ConfigError("failed", f"hydra/launcher=slurm: {text}: {error}") from None
-    return [job for job in known if found.get(job.handle, OVER)[0] not in OVER]
-
-
 class Slurm:
     """Run each point as a job, which goes on without this process.
 
@@ -199,12 +176,23 @@ class Slurm:
     def __init__(self, current: Current, points: Sequence[Point], display: Display) -> None:
         """Find the jobs of an earlier command for these points. Raises ConfigError."""
         self._current, self._say = current, display.line
-        self.found = live_jobs(points)
+        self._states: dict[str, tuple[str, str]] = {}
+        self._answers = True
+        self.found: list[Submitted] = []
+        for point in points:
+            with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
+                job = fileio.read_json(point.path / JOB).get("job_id")
+                self.found.append(Submitted(point, str(job)))
+        if self.found:
+            try:
+                there = states()
+            except OSError as error:
+                text = "whether earlier jobs are still there is not known"
+                raise ConfigError("failed", f"hydra/launcher=slurm: {text}: {error}") from None
+            self.found = [job for job in self.found if there.get(job.handle, OVER)[0] not in OVER]
         if self.found:
             verb = "is" if len(self.found) == 1 else "are"
             self._say(f"{plural(len(self.found), 'job')} submitted before {verb} still there")
-        self._states: dict[str, tuple[str, str]] = {}
-        self._answers = True
         self._changed_at = self._next_look = time.monotonic()
         self._cancelled: list[Path] = []
 
