@@ -208,11 +208,12 @@ def told_apart(point: Point, ledger: Ledger) -> Point:
 def is_longer(point: Point) -> bool:
     """Return whether a point has more steps than the run in its folder was planned with.
 
-    Epochs are left out: there it may be the data that have grown.
+    Of as many epochs as before it has not: there it is the data that have grown.
     """
-    if point.checked is None or point.config.train.max_epochs is not None:
+    if point.checked is None or not 0 < steps_of(point.path) < point.facts.run["max_steps"]:
         return False
-    return 0 < steps_of(point.path) < point.facts.run["max_steps"]
+    epochs = point.config.train.max_epochs
+    return epochs is None or epochs > (rundir.built_config(point.path).train.max_epochs or epochs)
 
 
 def as_begun(point: Point, longer: bool) -> Config:

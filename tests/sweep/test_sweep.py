@@ -149,6 +149,21 @@ def test_a_longer_budget_lengthens_every_point(tmp_path, pair):
     assert len(longer.rows()) == 5
 
 
+def test_more_epochs_lengthen_every_point(tmp_path):
+    grid = ["train.max_steps=null", "train.tail=drop", "schedule=constant", "clip.max_norm=0.5,1.0"]
+    command = ["train", "-m", *TINY, *RUN, *grid, "train.max_epochs=0.1", "hydra.sweep.dir=s"]
+    first = llmexp(*command, cwd=tmp_path)
+    assert first.code == 0, first.err
+    runs = [Result(0, "", "", tmp_path / "s" / name) for name in states(tmp_path / "s")]
+    before = [run.rows()[-1]["step"] for run in runs]
+    done = llmexp("resume", "s", "train.max_epochs=0.2", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "2 points, none of them new, 2 with a longer budget" in done.out
+    after = [run.rows()[-1]["step"] for run in runs]
+    assert after == [run.json("run.json")["max_steps"] for run in runs]
+    assert min(after) > max(before)
+
+
 def test_points_that_cannot_run_or_are_another_one_again_are_left_out_and_named(tmp_path):
     """Known as composed, or only as solved; a second command leaves them out again."""
     grid = ["batch.real_batch_size=12", "batch.gradient_accumulation_steps=1,5",
