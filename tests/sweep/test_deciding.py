@@ -393,6 +393,6 @@ def test_a_plan_says_the_least_the_most_and_the_expected_cost(tmp_path, capfd):
     assert 6 <= found["expected"]["runs"] <= 24
     bad = run_here(capfd, "plan", "-m", *TINY, *RUN, "optimizer.lr=1e-3,-1", "sweep.decide=true")
     assert (bad.code, "sweep.decide" in bad.out) == (2, False)
-    limits = {"max_tokens": 1234567, "max_hours": 0.5}
+    limits = {"decide": True, "max_tokens": 1234567, "max_hours": 0.5}
     within = seeds_in_words(found, build_sweep(DEFAULTS | limits))
     assert ", within sweep.max_hours=0.5 and sweep.max_tokens=1234567; about" in within
