@@ -21,14 +21,10 @@ NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, a
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
-class TooManyFiles(ConfigError):
-    """Refuse data whose files are whole, and more than this process may open."""
-
-
 def allow_open_files(count: int) -> None:
     """Raise this process's limit of open files, for so many more that stay open.
 
-    Raises TooManyFiles where it may not.
+    Raises ConfigError (too_large) where it may not.
     """
     there = 0
     with contextlib.suppress(OSError):  # a machine without this folder
@@ -38,7 +34,7 @@ def allow_open_files(count: int) -> None:
     if there + count + 64 > most:
         text = f"are more than this process may open beside the {there:,} that it has open "
         text += f"({hard:,} in all, by ulimit -Hn); join them to fewer"
-        raise TooManyFiles("too_large", f"data: {count:,} token files {text}")
+        raise ConfigError("too_large", f"data: {count:,} token files {text}")
     if (wanted := min(there + count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 

@@ -9,8 +9,8 @@ weights after it), and passes the others on. So each has its share of any prefix
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +98,9 @@ class Mixture:
         """
         source, position = self.at(k)
         there = np.array([*self.sequences(sequence_length).values()])
-        seeds = np.array([_seed_of(seed, name) for name in self.tokens], dtype=np.uint64)
+        names = (f"{seed}/{name}".encode() for name in self.tokens)
+        digests = [blake2b(name, digest_size=8).digest() for name in names]
+        seeds = np.frombuffer(b"".join(digests), "<u8")
         index = sequence_index(seeds[source], position, there[source], shuffle)
         first = np.cumsum([0, *self.tokens.values()])
         return first[source] + index * sequence_length
@@ -112,9 +114,3 @@ class Mixture:
         there = self.sequences(sequence_length)
         pairs = zip(self.tokens, self.counts(total_sequences).tolist(), strict=True)
         return {name: (count, count / there[name]) for name, count in pairs}
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """Return the seed of one source's order."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

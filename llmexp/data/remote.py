@@ -37,10 +37,6 @@ ASKED_AT_ONCE = 16  # files asked about at once
 _MARK = re.compile(r"etag|md5|crc|digest|generation|mtime|modified|created|\bino\b", re.IGNORECASE)
 
 
-class Unreachable(ConfigError):
-    """A bucket or hub did not answer, or refused."""
-
-
 @contextlib.contextmanager
 def reading(key: str, place: str) -> Iterator[None]:
     """Turn what a library raises for a remote place into a ValueError that names it."""
@@ -57,7 +53,7 @@ def reading(key: str, place: str) -> Iterator[None]:
         if isinstance(error, TimeoutError):
             why = "no answer in time"
         way = "try again, or copy it to this disk"
-        raise Unreachable("network", f"{key}={place}: cannot be read ({why}); {way}") from None
+        raise ConfigError("network", f"{key}={place}: cannot be read ({why}); {way}") from None
 
 
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:

@@ -28,7 +28,6 @@ import numpy as np
 from llmexp.data.beside import SHARD_MANIFEST
 from llmexp.data.cache import building, id_type
 from llmexp.data.encode import ahead, pieces_of
-from llmexp.data.files import TooManyFiles
 from llmexp.data.progress import ProgressBar
 from llmexp.data.records import Counts, Document
 from llmexp.data.remote import RemoteCache, is_remote
@@ -59,10 +58,9 @@ def write_source(work: Work, cache: Path) -> SourceShards:
                 text = "a file changed while it was prepared; start again"
                 raise DataChanged(f"{source.key}: {text}")
         _join(work)
-    except TooManyFiles:
-        raise
-    except ValueError:  # the documents are refused, or a file changed meanwhile
-        shutil.rmtree(folder, ignore_errors=True)
+    except ValueError as error:  # the documents are refused, or a file changed meanwhile
+        if kind_of_error(error) != "too_large":  # else the files are whole, and too many to open
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     if (found := open_shards(work)) is None:
         text = f"what was written to {folder} reads back damaged"

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from llmexp.data.beside import SHARD_MANIFEST
-from llmexp.data.files import TooManyFiles, allow_open_files
+from llmexp.data.files import allow_open_files
 from llmexp.data.records import Counts
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.work import Work
+from llmexp.settings.values import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def open_shards(work: Work) -> SourceShards | None:
             for what in ("documents", "text_bytes")
         )
         return SourceShards(work, streams, Counts(**found["counts"]), documents, text_bytes)
-    except TooManyFiles:
+    except ConfigError:  # too many files, which are whole
         raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None

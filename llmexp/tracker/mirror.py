@@ -166,20 +166,16 @@ class Mirror:
 
     def _work(self) -> None:
         try:
-            self._wait_for_a_row()
+            path = self._run_dir / rundir.METRICS
+            # importing wandb would hold up the first steps: wait for the first row of this process
+            while path.stat().st_size == self._size_before and not self._over.wait(INTERVAL_S):
+                pass
             done = transfer(self._store, self._run_dir, self._fields, self._over, lambda: self._end)
             if done.lacking():
                 self._fail(done.lacking())
         except Exception as error:  # none is worth a training run
             self._fail(f"stopped ({one_line(error)})")
             self._store.give_up(kill=False)
-
-    def _wait_for_a_row(self) -> None:
-        """Wait for the first row of this process: importing wandb would hold up the first steps."""
-        path = self._run_dir / rundir.METRICS
-        while path.stat().st_size == self._size_before:
-            if self._over.wait(INTERVAL_S):
-                return
 
 
 class Trackers:

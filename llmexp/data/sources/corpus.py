@@ -14,7 +14,7 @@ from llmexp.data.matching import left_out_text
 from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
 from llmexp.data.prepared import StaleCache, prepare_sources
-from llmexp.data.remote import RemoteCache, Unreachable, match_places
+from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.sources.settings import NAME, Knobs
 from llmexp.data.stored import SourceShards
 from llmexp.data.stream import Corpus, TokenStream
@@ -106,8 +106,8 @@ class corpus:
             return made(ask_again)
         except StaleCache:
             return made(True)
-        except Unreachable as error:
-            if not ask_again:
+        except ConfigError as error:
+            if not ask_again or error.kind != "network":
                 raise
             try:
                 found = made(False)
