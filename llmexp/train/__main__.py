@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from llmexp.system import child
@@ -17,11 +18,14 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m llmexp.train RUN_DIR")
 
+    gc.disable()  # nothing of what is imported is garbage, and looking for it takes a fifth longer
     from llmexp.train import worker
 
+    gc.freeze()
+    gc.enable()
     argument = sys.argv[1]
     if argument.startswith(child.TEMPLATE):
         from llmexp.system import workers
 
-        argument = workers.serve_forks(int(argument.removeprefix(child.TEMPLATE)))
+        workers.serve_forks(int(argument.removeprefix(child.TEMPLATE)))
     child.end_process(worker.main(argument))
