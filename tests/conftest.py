@@ -37,6 +37,8 @@ from hypothesis import settings
 
 from llmexp.settings import values
 from tests import forks, leftovers, suggestions, words
+from tests.forks import ASSETS as ASSETS
+from tests.forks import PATHS, ROOT
 from tests.tiny import TINY
 
 if forks.PRETEND_BF16:
@@ -48,11 +50,7 @@ settings.load_profile("all")
 
 BEGAN = time.monotonic()
 HANG_S = 1200  # a limit only ends what hangs: a busy machine may be twenty times as slow
-ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
-# Packages may lie in a folder that PYTHONPATH names.
-ASSETS = ROOT / "tests" / "assets"  # the package `own`: parts of a user's own
-PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ASSETS), os.environ.get("PYTHONPATH", "")]))
 RUNS = "LLMEXP_TEST_RUNS"
 
 
@@ -65,12 +63,10 @@ geometry security fitting planning types refusals library memory agent window_lo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One server of forks and one folder of runs for all processes of the tests."""
+    """One folder of runs for all processes of the tests."""
     if RUNS not in os.environ:
         os.environ[RUNS] = tempfile.mkdtemp(prefix="llmexp-runs-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(RUNS)))
-    if config.getoption("numprocesses", None) and os.environ.get("LLMEXP_TEST_FORKS") != "0":
-        os.environ[forks.SHARED] = forks.begin()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -86,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Workers are forks of a process that has imported torch, but for the modules that say
+    """Commands are forks of a process that has imported torch, but for the modules that say
     FRESH_PROCESSES = True."""
     fresh = getattr(item.module, "FRESH_PROCESSES", False) or item.get_closest_marker("fresh")
     forks.ALLOWED = not fresh
@@ -168,21 +164,18 @@ class Result:
 
 
 def environment(**more: str) -> dict[str, str]:
-    hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS")
+    hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS", "PYTEST_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
     ours = {"OMP_NUM_THREADS": THREADS, "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache}
-    found = kept | ours | more
-    return forks.offered(found) if forks.ALLOWED else found
+    return kept | ours | more
 
 
 def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """`llmexp ARGUMENTS` as a process of its own group."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "llmexp", *arguments],
-        cwd=cwd, env=environment(**{"PYTHONPATH": PATHS, **env}), text=True,
+    return forks.start(
+        "llmexp", *arguments, cwd=cwd, env=environment(**{"PYTHONPATH": PATHS, **env}), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
     )  # fmt: skip
 
 
@@ -217,10 +210,12 @@ def suggestions_are_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have workers that a command in this process starts be forks too."""
     for name, value in environment(PYTHONPATH=PATHS).items():
         monkeypatch.setenv(name, value)
+    with forks.warm():
+        yield
 
 
 @pytest.fixture(scope="session")

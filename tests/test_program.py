@@ -18,7 +18,8 @@ import torch
 import llmexp
 from llmexp.__main__ import run as command
 from llmexp.runs.rows import read_rows
-from tests.conftest import ROOT, TINY, environment
+from tests import forks
+from tests.conftest import PATHS, ROOT, TINY, environment
 from tests.conftest import llmexp as run_llmexp
 from tests.tools import printed
 
@@ -32,11 +33,12 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("program")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name, value in environment(PYTHONPATH=str(ROOT)).items():
+        for name, value in environment(PYTHONPATH=PATHS).items():
             patch.setenv(name, value)
-        single = llmexp.train([*SHORT, "hydra.run.dir=one", "checkpoint.every=2"], quiet=True)
-        points = ["-m", "optimizer.lr=0.001,0.003", "hydra.sweep.dir=grid"]
-        grid = llmexp.train([*SHORT, *points], quiet=True)
+        with forks.warm():
+            single = llmexp.train([*SHORT, "hydra.run.dir=one", "checkpoint.every=2"], quiet=True)
+            points = ["-m", "optimizer.lr=0.001,0.003", "hydra.sweep.dir=grid"]
+            grid = llmexp.train([*SHORT, *points], quiet=True)
     return folder, single, grid
 
 

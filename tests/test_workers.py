@@ -93,7 +93,7 @@ def test_what_it_prints_goes_to_its_log(tmp_path):
 
 def test_a_template_that_was_killed_is_started_again():
     template = next(iter(workers._templates.values()))
-    kill_family(template._process.pid)
+    kill_family(template.pid)
     process = started("7")
     assert isinstance(process, workers.Forked)
     assert process.wait() == 7
@@ -106,7 +106,7 @@ def test_nothing_is_left_of_two_hundred_forks():
 
     assert started("0", stdout=subprocess.DEVNULL).wait() == 0
     template = next(iter(workers._templates.values()))
-    mine = Path(f"/proc/{template._process.pid}")
+    mine = Path(f"/proc/{template.pid}")
 
     def memory() -> int:
         words = (mine / "smaps_rollup").read_text().split()
@@ -128,7 +128,7 @@ import sys
 from llmexp.system import workers
 with workers.warm():
     worker = workers.start_worker("sleep", module="own.facts")
-    template = next(iter(workers._templates.values()))._process
+    template = next(iter(workers._templates.values()))
     print(worker.pid, template.pid, flush=True)
     sys.stdin.read()
 """

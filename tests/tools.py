@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -198,7 +199,9 @@ def alive(folder: Path) -> list[int]:
     found = []
     for pid in pids():
         with contextlib.suppress(OSError):
-            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if os.fsencode(folder) in re.split(
+                rb"[\0 ]", Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 found.append(pid)
     return found
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -94,11 +94,17 @@ def release_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def start(module: str, *arguments: str, log: Path | None = None, **more: Any) -> Popen[Any]:
+def start(
+    module: str,
+    *arguments: str,
+    log: Path | None = None,
+    popen: Callable[..., Popen[Any]] | None = None,
+    **more: Any,
+) -> Popen[Any]:
     """Start `python -m MODULE ARGUMENTS` in a process group of its own.
 
     Ctrl-C reaches this process alone, which passes it on once. `log` gets the child's standard
-    error, and the child has no other stream; `more` is for Popen.
+    error, and the child has no other stream; `more` is for `popen`, otherwise Popen.
     """
     import subprocess
 
@@ -106,9 +112,10 @@ def start(module: str, *arguments: str, log: Path | None = None, **more: Any) ->
         if log is not None:
             errors = stack.enter_context(open(log, "ab"))
             more |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
-        stack.enter_context(signals_held())
+        if popen is None:
+            stack.enter_context(signals_held())
         command = [sys.executable, "-P", "-m", module, *arguments]
-        return subprocess.Popen(command, **{"process_group": 0, **more})
+        return (popen or subprocess.Popen)(command, **{"process_group": 0, **more})
 
 
 def hand_over(process: Popen[str], request: dict[str, Any]) -> None:
@@ -254,7 +261,7 @@ def never_fail_to_print() -> None:
                 stream.reconfigure(errors="llmexp")
 
 
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """Flush and end the process without the interpreter's finalisation.
 
     There threads of gloo and wandb abort.

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import gc
 import importlib
 import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llmexp.system import child
 
@@ -33,65 +36,66 @@ _OWN = (
     "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "PWD",
 )  # fmt: skip
-# What every run imports later: at its first loss and backward pass, and as it saves.
-_LATER = ("torch.fx.experimental.symbolic_shapes", "torch.utils.serialization.config", "numpy.ma")
+# What every run imports later: at its first loss, and as it saves.
+_LATER = ("torch.utils.serialization.config", "numpy.ma")
 _MOST = 4  # templates at once
-FORKS = sys.platform == "linux"  # whether they can be; the tests have a server of their own
+FORKS = sys.platform == "linux"  # whether there can be any
+_ROOM = 1000  # characters for the command of a fork, and for what its environment has more
 _ANSWER_S = 300.0  # for a fork, also from a template that still imports on a busy machine
 _SUBREAPER = 36  # of prctl(2)
+_ONE = threading.Lock()  # for one fork at a time
 
 _templates: dict[str, Template | None] | None = None  # by environment; None: all start afresh
 
 
 class Forked(subprocess.Popen[Any]):
-    """A child that was not started by this object: it waits for it and sends it signals."""
+    """A child that a template forks; everything else is as of one that is started afresh."""
 
-    _sigint_wait_secs = 0.0  # of Popen: it leaves without a wait on Ctrl-C
+    def __init__(self, template: Template, command: list[str], **more: Any) -> None:
+        self._template = template
+        super().__init__(command, **more)
 
-    def __init__(self, pid: int, pipes: dict[int, Any]) -> None:
-        self.pid, self.returncode = pid, None
-        self.stdin, self.stdout, self.stderr = map(pipes.get, range(3))
-
-    def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert timeout is None
-        code = self._look(0)
-        assert code is not None
-        return code
-
-    def _look(self, how: int) -> int | None:
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):  # a handler of a signal has looked
-                there, status = os.waitpid(self.pid, how)
-                if there:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            child.send(self.pid, sig)
+    def _execute_child(self, command: list[str], *given: Any) -> None:
+        """Ask for the child in place of starting one, as Popen does with what it has opened."""
+        _, _, _, pass_fds, folder, env, _, _, _, *pipes = given[:15]
+        session, group = given[-2:]
+        streams = {n: n if pipes[i] == -1 else pipes[i] for n, i in enumerate((0, 3, 5))}
+        streams |= {n: n for n in pass_fds}
+        request = {
+            "argv": command[command.index("-m") + 1 :], "env": dict(env or os.environ),
+            "folder": str(folder or os.getcwd()), "numbers": [*streams], "parent": os.getpid(),
+            "session": session, "group": group,
+        }  # fmt: skip
+        try:
+            self.pid = self._template.fork(request, [*streams.values()])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 class Template:
-    """A process that becomes a worker as often as it is asked to."""
+    """A process that becomes a worker as often as it is asked to.
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(_ANSWER_S)
+    Its `module` has imported what the workers import when it calls `serve_forks`.
+    """
+
+    def __init__(self, env: dict[str, str], module: str = "llmexp.train") -> None:
+        self._socket, theirs = _channel()
         with theirs:
             number = theirs.fileno()
-            self._process = child.start(
-                "llmexp.train", f"{child.TEMPLATE}{number}", env=env, pass_fds=(number,),
+            process = child.start(
+                module, f"{child.TEMPLATE}{number:<{_ROOM}}", pass_fds=(number,),
+                env={**env, "LLMEXP_ROOM": " " * _ROOM},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
+        self.pid = process.pid
+        process.returncode = child.DONE  # it is waited for by its number
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
         """Return the process id of a new worker. Raises OSError where there is no template now."""
         message = json.dumps(request).encode()
         try:
-            with _adopting():
+            with _ONE, _adopting():
                 socket.send_fds(self._socket, [len(message).to_bytes(8, "big")], streams)
                 self._socket.sendall(message)
                 answer = self._socket.recv(8)
@@ -104,27 +108,63 @@ class Template:
 
     def end(self) -> None:
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(ChildProcessError):  # a handler of a signal has looked
+            child.send(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+class _Kept(Template):
+    """A template that is a fork of this process."""
+
+    def __init__(self, ranks: bool) -> None:
+        self._socket, theirs = _channel()
+        with child.signals_held(), open(os.devnull, "r+b") as null, theirs:
+            if (pid := os.fork()) == 0:
+                try:
+                    os.setpgid(0, 0)
+                    child.die_with_parent()
+                    shown = [sys.executable, "-P", "-m", "llmexp.train", child.TEMPLATE]
+                    _show(shown, dict(os.environ))
+                    _take([null.fileno()] * 2 + [2, theirs.fileno()], [0, 1, 2, theirs.fileno()])
+                    serve_forks(theirs.fileno(), ranks)
+                finally:
+                    os._exit(child.FAILED)
+        self.pid = pid
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(_ANSWER_S)
+    return ours, theirs
+
+
+def keep_template(ranks: bool = False) -> None:
+    """Have later workers be forks of a copy of this process, which has imported what they import.
+
+    For a process that has done nothing else yet. `ranks`: they are several ranks of a run.
+    """
+    global _templates
+    if FORKS:
+        _templates = {_kind(dict(os.environ)): _Kept(ranks)}
 
 
 @contextlib.contextmanager
 def warm(wanted: bool = True, at_once: bool = False) -> Iterator[None]:
     """Have all workers that are started within be forks of templates, where these can serve.
 
-    One for this environment begins to import `at_once`, or with the first worker. Workers are
-    started by one thread.
+    One for this environment begins to import `at_once`, or with the first worker. It ends with the
+    thread that started it.
     """
     global _templates
     before = _templates
-    _templates = {} if wanted and FORKS else None
+    _templates = dict(before or {}) if wanted and FORKS else None
     try:
         if at_once and _templates is not None:
             _template(dict(os.environ))
         yield
     finally:
-        for template in (_templates or {}).values():
-            if template is not None:
+        for kind, template in (_templates or {}).items():
+            if template is not None and template is not (before or {}).get(kind):
                 template.end()
         _templates = before
 
@@ -137,45 +177,19 @@ def start_worker(
     It is a fork where `warm` says so and a template for its environment can be had. So can be
     another `module`, which imports torch too, and takes one argument.
     """
-    if _templates is not None and more.keys() <= {"env", "stdin", "stdout", "stderr", "text"}:
-        request: dict[str, Any] = {"module": module, "argument": argument, "parent": os.getpid()}
-        request["env"] = dict(more.pop("env", None) or os.environ)
-        with contextlib.suppress(OSError):  # no memory to fork, or the template was killed twice
-            request["folder"] = os.getcwd()
-            return _forked(request, log, **more)
-        more["env"] = request["env"]
+    if _templates is not None:
+        env = dict(more.get("env") or os.environ)
+        # no memory to fork, or the template was killed twice
+        with contextlib.suppress(OSError):
+            for again in (True, False):
+                try:
+                    fork = functools.partial(Forked, _template(env))
+                    return child.start(module, argument, log=log, popen=fork, **more)
+                except OSError:
+                    _end_template(env, again)
+                    if not again:
+                        raise
     return child.start(module, argument, log=log, **more)
-
-
-def _forked(request: dict[str, Any], log: Path | None, text: bool = False, **given: Any) -> Forked:
-    """Return a fork of the template of its environment, which is started, or again where it died.
-
-    Raises OSError where there is none.
-    """
-    with contextlib.ExitStack() as opened:
-        null = opened.enter_context(open(os.devnull, "r+b"))
-        if log is not None:
-            errors = opened.enter_context(open(log, "ab"))
-            given = {"stdin": null, "stdout": null, "stderr": errors}
-        streams, pipes = list[int](), dict[int, Any]()
-        for number, name in enumerate(("stdin", "stdout", "stderr")):
-            stream = number if given.get(name) is None else given[name]
-            if stream == subprocess.PIPE:
-                read, write = os.pipe()
-                ours, stream = (read, write) if number else (write, read)
-                opened.callback(os.close, stream)
-                pipes[number] = os.fdopen(ours, ("r" if number else "w") + "b" * (not text))
-            elif stream == subprocess.DEVNULL:
-                stream = null
-            streams.append(stream if isinstance(stream, int) else stream.fileno())
-        for again in (True, False):
-            try:
-                return Forked(_template(request["env"]).fork(request, streams), pipes)
-            except OSError:
-                _end_template(request["env"], again)
-                if not again:
-                    raise
-    raise AssertionError
 
 
 def _kind(env: dict[str, str]) -> str:
@@ -188,7 +202,7 @@ def _template(env: dict[str, str]) -> Template:
     assert _templates is not None
     kind = _kind(env)
     if kind not in _templates and len(_templates) < _MOST:
-        _templates[kind] = Template(env)
+        _templates[kind] = Template({k: v for k, v in env.items() if k != "RANK"})  # it has none
     if (found := _templates.get(kind)) is None:
         raise OSError("there is no template for this environment")
     return found
@@ -214,26 +228,30 @@ def _adopting() -> Iterator[None]:
         prctl(_SUBREAPER, 0)
 
 
-def serve_forks(number: int) -> str:
-    """Become a worker whenever the process that started this template asks for one.
+def serve_forks(number: int, ranks: bool = False) -> NoReturn:
+    """Become what the process that started this template asks for, whenever it does.
 
-    Return in the worker, with its argument. The template itself ends with that process, and where
-    what it imported has started threads or a device, which no fork could use.
+    The template itself ends with that process, and where what it imported has started threads or a
+    device, which no fork could use.
     """
+    for one in child.STOP_SIGNALS:  # as at the start of a process
+        signal.signal(one, signal.SIG_DFL)
+    child.release_signals()
     asked = socket.socket(fileno=number)
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    for name in [*_LATER, *(["torch._dynamo"] if several else [])]:  # which DDP imports
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", 1)) > 1
+    for name in [*_LATER, *(["torch._dynamo"] if ranks else [])]:  # which DDP imports
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections of the forks need not walk what all share
+    _in_large_pages()
     while True:
-        head, streams, _, _ = socket.recv_fds(asked, 8, 3)
+        head, streams, _, _ = socket.recv_fds(asked, 8, 64)
         if (
             len(head) < 8
             or threading.active_count() > 1
             or sys.modules["torch"].cuda.is_initialized()
         ):
-            child.end_process(child.DONE)
+            os._exit(child.DONE)
         text = b""
         while len(text) < int.from_bytes(head, "big") and (more := asked.recv(1 << 16)):
             text += more
@@ -243,44 +261,96 @@ def serve_forks(number: int) -> str:
                 try:
                     if os.fork():
                         os._exit(0)  # the worker becomes a child of who asked
-                except OSError:  # no room for a process
+                    request = json.loads(text)
+                    _go_there(request, between)
+                except OSError:  # such as no room for a process
                     asked.sendall(bytes(8))
                     os._exit(child.FAILED)
-                request = json.loads(text)
-                _become(request, asked, streams, between)
+                asked.sendall(os.getpid().to_bytes(8, "big"))
+                _become(request, streams)
                 break
         os.waitpid(between, 0)
         for stream in streams:
             os.close(stream)
-    if request["module"] != "llmexp.train":
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-        child.end_process(child.DONE)
-    return str(request["argument"])
+    _run(request["argv"][0])
 
 
-def _become(
-    request: dict[str, Any], asked: socket.socket, streams: list[int], between: int
-) -> None:
-    """Make this fork what a process is that was started afresh."""
-    while (parent := os.getppid()) != request["parent"]:
-        if parent != between:  # who asked has gone, or the system gives it no children
-            with contextlib.suppress(OSError):
-                asked.sendall(bytes(8))
-            os._exit(child.FAILED)
-        time.sleep(0.0005)
-    child.die_with_parent()
-    os.setpgid(0, 0)
-    asked.sendall(os.getpid().to_bytes(8, "big"))
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
+def _in_large_pages() -> None:
+    """Have the kernel (Linux 6.1) keep this memory in pages of 2 MiB where it can.
+
+    A fork copies the table of pages, which is most of what forking and ending cost.
+    """
+    size, collapse, libc = 2 << 20, 25, ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, _, *name = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if access == "rw-p" and name in ([], ["[heap]"]):
+            for at in range(-(-start // size) * size, end - size + 1, size):
+                libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), collapse)
+
+
+def _run(module: str) -> NoReturn:
+    """Do what `python -m MODULE` does, and end this process."""
+    code: Any = child.DONE
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as asked:
+        code = asked.code or child.DONE
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    child.end_process(code)
+
+
+def _take(given: list[int], numbers: list[int]) -> None:
+    """Have the files that are open as `given` be open as `numbers`, and no others."""
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD, max(numbers) + 1) for one in given]
+    for one, number in zip(aside, numbers, strict=True):
+        os.dup2(one, number)
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2:
+        if number not in numbers:
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(number)
+
+
+def _show(command: list[str], env: dict[str, str]) -> None:
+    """Have the system show the command and the environment of this fork in place of its template's.
+
+    They stand where the kernel has put those of the template, which make room.
+    """
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end, _, last = map(int, numbers[45:49])
+    words = os.fsencode(" ".join(command))[: end - start - 2].ljust(end - start - 1, b"\0")
+    own = sorted(env.items(), key=lambda one: one[0] not in _OWN)  # if there is room for less
+    variables = b"".join(os.fsencode(f"{name}={value}\0") for name, value in own)
+    text = words + b" " + variables[: last - end].ljust(last - end, b"\0")  # no zero: one text
+    ctypes.memmove(start, text, last - start)
+
+
+def _go_there(request: dict[str, Any], between: int) -> None:
+    """Become a child of who asked, in the session, group and folder that it wants."""
+    while (parent := os.getppid()) != request["parent"]:
+        if parent != between:
+            raise OSError("who asked has gone, or the system gives it no children")
+        time.sleep(0.0005)
+    child.die_with_parent()
+    if request["session"]:
+        os.setsid()
+    if request["group"] >= 0:
+        os.setpgid(0, request["group"])
     os.chdir(request["folder"])
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """Make this fork what a process is that was started afresh."""
+    _take(streams, request["numbers"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv[1:] = [request["argument"]]
+    sys.argv[1:] = request["argv"][1:]
+    _show([sys.executable, "-P", "-m", *request["argv"]], request["env"])
     # anew: the one that there is remembers what its file was
     sys.stdout = io.TextIOWrapper(
         open(1, "wb", closefd=False),  # noqa: SIM115
@@ -289,6 +359,7 @@ def _become(
         write_through=bool(request["env"].get("PYTHONUNBUFFERED")),
     )
     child.never_fail_to_print()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # as of a start: drawn anew by each process; random does it by itself
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].default_generator.seed()

@@ -17,7 +17,7 @@ from llmexp.runs import ending, rundir
 from llmexp.settings.config import Config
 from llmexp.settings.convert import build
 from llmexp.settings.values import AUTO, ConfigError, error_record
-from llmexp.system import fileio
+from llmexp.system import fileio, workers
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
 from llmexp.train.assembly.assemble import Parts, admitted, assemble
@@ -40,13 +40,14 @@ def main(argument: str) -> int:
     try:
         if path is not None:
             return go_on(path)
-        for start in features.offered("runs", "start"):
-            start()
         text = sys.stdin.read()
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
         config, known = build(request["config"]), folder.known_of(request)
+        prepare_forks(config)
+        for start in features.offered("runs", "start"):  # of threads, which no fork has
+            start()
         there = Path(request["folder"]) if request["fixed"] else None
         parts = admitted(parts_of(config, there, waits=bool(request.get("queue")), **known))
         path, fresh = folder.open_folder(parts, request)
@@ -68,6 +69,13 @@ def main(argument: str) -> int:
         return failing.record_unbegun(path, failure)
 
 
+def prepare_forks(config: Config) -> None:
+    """Have ranks, and trials of sizes, be forks of this process as it is now."""
+    ranks = config.parallelism.kind != "single" and "WORLD_SIZE" not in os.environ
+    if ranks or config.batch.micro_batch_size == AUTO:
+        workers.keep_template(ranks)
+
+
 def go_on(path: Path) -> int:
     """Train the run that the folder describes; return the exit code."""
     if os.environ.get("RANK", "0") == "0":  # once is enough
@@ -75,6 +83,7 @@ def go_on(path: Path) -> int:
     if folder.is_finished(path):
         return DONE
     parent, config = folder.recorded_parent(path), rundir.built_config(path)
+    prepare_forks(config)
     hosts = config.parallelism.nnodes > 1
     parts = parts_of(config, path, waits=hosts, tried=True, parent=parent)
     folder.refuse_other_run(path, parts)

@@ -23,6 +23,7 @@ import yaml
 from llmexp.mesh.ranks import place_of_this_host
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError
+from tests import forks
 from tests.conftest import (
     ASSETS,
     HANG_S,
@@ -154,14 +155,8 @@ def variables(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def begun(
-    command: list[str], run: Result, work: Path, **env: str
-) -> Iterator[subprocess.Popen[str]]:
-    """A command that trains the run. What is left of it is killed at the end."""
-    process = subprocess.Popen(
-        command, cwd=work, env=variables(**env), text=True, stdin=-3, stdout=-1, stderr=-1,
-        start_new_session=True,
-    )  # fmt: skip
+def begun(process: subprocess.Popen[str], run: Result) -> Iterator[subprocess.Popen[str]]:
+    """A process that trains the run. What is left of it is killed at the end."""
     try:
         yield process
     finally:
@@ -171,12 +166,17 @@ def begun(
         process.communicate(timeout=HANG_S)
 
 
+PIPES = {"stdin": -3, "stdout": -1, "stderr": -1, "text": True}
+
+
 def torchrun(
     host: Host, run: Result, work: Path, **env: str
 ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """launchers/torchrun.sh on a host."""
     command = host.command(str(ROOT / "launchers" / "torchrun.sh"), str(run.folder))
-    return begun(command, run, work, LLMEXP_RDZV_ENDPOINT=host.endpoint, **env)
+    variables_there = variables(LLMEXP_RDZV_ENDPOINT=host.endpoint, **env)
+    given = {"cwd": work, "env": variables_there, "start_new_session": True, **PIPES}
+    return begun(subprocess.Popen(command, **given), run)
 
 
 @contextlib.contextmanager
@@ -187,12 +187,13 @@ def nodes(
     number = str(free_port() - 10_000)  # a port of its own
     job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": number, "SLURM_STEP_ID": "0"} | env
     job["SLURM_LAUNCH_NODE_IPADDR"] = "127.0.0.1"
-    command = [sys.executable, "-P", "-m", "llmexp.train", str(run.folder)]
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(begun(command, run, work, SLURM_NODEID=str(node), **job))
-            for node in which
-        ]
+        started = []
+        for node in which:
+            there = {"cwd": work, "env": variables(SLURM_NODEID=str(node), **job), **PIPES}
+            process = forks.start("llmexp.train", str(run.folder), **there)
+            started.append(stack.enter_context(begun(process, run)))
+        yield started
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
@@ -303,7 +304,7 @@ def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):
     with nodes(run, work, 0, 1) as (first, second):
         until_row(run, 7, first, second)
         rank = ranks_of(run)[1]
-        starter = int(status_of(rank)[1])  # second is its stand-in, where workers are forks
+        starter = second.pid
         os.kill(starter, signal.SIGSTOP)  # it must not report for its rank
         wait_for(lambda: status_of(starter)[0] == "T")
         os.kill(rank, signal.SIGKILL)
@@ -497,9 +498,7 @@ def ranks(number: int, run: Result, work: Path, here: Host, **last: str) -> list
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
         env = variables(**place, RUN=str(run.folder))
         env |= {"MASTER_ADDR": address, "MASTER_PORT": port} | (last if rank == number - 1 else {})
-        command = [sys.executable, "-P", "-m", "llmexp.train", env["RUN"]]
-        pipes = {"stdin": -3, "stdout": -1, "stderr": -1}
-        started.append(subprocess.Popen(command, cwd=work, env=env, text=True, **pipes))
+        started.append(forks.start("llmexp.train", env["RUN"], cwd=work, env=env, **PIPES))
     # a rank that waits, waits for 600 s
     said = [process.communicate(timeout=HANG_S)[1] for process in started]
     assert [process.returncode for process in started] == [2] * number, said
@@ -518,6 +517,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(here, run, work):
     assert "exitcode  : 2 " in done.stderr
 
 
+@pytest.mark.fresh
 def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
     for folder in ("llmexp", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / "source" / folder)

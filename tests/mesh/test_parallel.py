@@ -107,7 +107,7 @@ def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")
     itself = tmp_path / f"go.{rank}"
     wait_for(lambda: itself.exists() and itself.read_text(), process)
-    hung = int(itself.read_text())  # of which the process that the run knows is a stand-in
+    hung = int(itself.read_text())
     os.kill(hung, signal.SIGSTOP)
     (tmp_path / "go").touch()
     _, err = process.communicate(timeout=HANG_S)

@@ -3,14 +3,16 @@ own. What a fork has of its own is in tests/test_workers.py."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from llmexp.runs.ledger import read_ledger
-from tests.conftest import TINY, Result, llmexp
+from llmexp.runs.rundir import read_status
+from tests.conftest import HANG_S, TINY, Result, llmexp, start
 from tests.sweep.running import RUN
-from tests.tools import exact, same_state
+from tests.tools import exact, same_state, session, wait_for
 
 FRESH_PROCESSES = True
 SHORT = [*RUN, "train.max_steps=4", "train.eval_every=2", "checkpoint.every=null"]
@@ -35,6 +37,27 @@ def test_points_are_bit_for_bit_those_of_processes_of_their_own(tmp_path, points
         assert steps(forked.folder) == steps(fresh.folder)
         same_state(*(run.folder / "checkpoints" / "step_00000004" for run in (forked, fresh)))
     assert {entry.forked for entry in read_ledger(tmp_path / "false").points} == {False}
+
+
+@pytest.mark.slow
+def test_two_hundred_runs_end_right_and_leave_nothing(tmp_path):
+    """Their own parts kill the template, and freeze one run."""
+    hooks = ["hooks=[own.points.lose_template,own.faults.act]", "--allow", "own"]
+    grid = ["optimizer.lr=0.01,0.02", "train.seed=range(1,101)"]
+    more = ["sweep.max_parallel=2", "sweep.silence_s=60", "sweep.max_retries=1"]
+    words = ["-m", *TINY, *SHORT, *grid, *hooks, *more, "hydra.sweep.dir=s"]
+    shared = set(os.listdir("/dev/shm"))
+    process = start("train", *words, cwd=tmp_path, FAULT_PLAN="step_start-3:freeze once")
+    out, err = process.communicate(timeout=5 * HANG_S)
+    assert process.returncode == 0, err + out
+    assert "no sign of life for 60 s (sweep.silence_s); it was ended" in out
+    assert (tmp_path / "template").exists()
+    points = read_ledger(tmp_path / "s").points
+    assert sorted(point.attempts for point in points) == [1] * 199 + [2]
+    assert {point.forked for point in points} == {True}
+    assert all(read_status(tmp_path / "s" / p.folder)["state"] == "finished" for p in points)
+    wait_for(lambda: not session(process.pid))
+    assert set(os.listdir("/dev/shm")) <= shared
 
 
 def steps(run: Path) -> bytes:

@@ -86,15 +86,11 @@ def run_worker(
     if server:
         clean |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": FAKE_KEY}
     ends = pty.openpty() if terminal else ()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.tracker.worker", json.dumps(spec)],
+    process = forks.start(
+        "tests.tracker.worker", json.dumps(spec), cwd=run_dir.parent, env=clean | (env or {}),
         stdin=ends[1] if ends else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=forks.offered(clean) | (env or {}),
-        cwd=run_dir.parent,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     out, err = process.communicate(timeout=HANG_S)
     ended = time.time()
     for end in ends:
@@ -224,6 +220,7 @@ def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             outcome = run_worker(run_dir, make_rows(1, 100), server.url, finish_timeout_s=15)
             return server.url, run_dir, outcome
 
+    forks.template()  # which ends with the thread that starts it
     # in threads mktemp would race with itself
     folders = [tmp_path_factory.mktemp("dead") / "run" for _ in DEAD_SERVERS]
     with ThreadPoolExecutor() as pool:
@@ -323,6 +320,7 @@ builtins.open = full
 """
 
 
+@pytest.mark.fresh  # forks have imported wandb
 @pytest.mark.parametrize(
     ("module", "text", "expected"),
     [

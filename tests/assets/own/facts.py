@@ -17,13 +17,16 @@ from llmexp.system.child import STOP_SIGNALS, end_process
 
 def facts() -> dict:
     status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
+    shown = Path("/proc/self/environ").read_text().strip("\0").split("\0")
     files = {}
     for number in sorted(map(int, os.listdir("/proc/self/fd"))):
         if os.path.exists(f"/proc/self/fd/{number}"):
             files[number] = os.readlink(f"/proc/self/fd/{number}").partition(":")[0]
     return {
         "argument": sys.argv[1:],
+        "command": Path("/proc/self/cmdline").read_text().replace("\0", " ").strip(),
         "cwd": os.getcwd(),
+        "shown": sorted(shown),
         "environment": dict(os.environ),
         "files": files,
         "encodings": [s.encoding for s in (sys.stdin, sys.stdout, sys.stderr)],
