@@ -23,8 +23,8 @@ from llmexp.settings.values import AUTO, ConfigError, knob, refuse
 from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point
+from llmexp.system import workers
 from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED
-from llmexp.system.workers import start_worker
 
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by
 # name.
@@ -61,19 +61,21 @@ def need(asked: str) -> None:
         )
 
 
-def train_task(path: str, environment: dict[str, str]) -> int:
-    """Train in a run folder, or go on there, as a task; return the exit code.
+def train_task(path: str, environment: dict[str, str], warm: bool) -> tuple[int, bool]:
+    """Train in a run folder, or go on there, as a task.
 
-    A task that is ended lets the run save.
+    Return the exit code, and whether it was a fork: a process of Ray keeps its template for later
+    tasks. A task that is ended lets the run save.
     """
+    workers.stay_warm(warm)
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     rundir.wait_until_vacant(Path(path))  # this task was here before, and is still saving
     env = kept | environment
-    child = start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
+    child = workers.start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
     try:
         while (code := child.poll()) is None:  # not wait(), which Ray's interrupt does not end
             time.sleep(0.2)
-        return code
+        return code, isinstance(child, workers.Forked)
     except BaseException:  # cancelled: Ray raises in here
         child.send_signal(signal.SIGTERM)
         child.wait()
@@ -120,7 +122,9 @@ class Ray:
         cpus, gpus = needs(point.facts, self._knobs)
         room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
         task = self._ray.remote(train_task).options(**room)
-        return [Submitted(point, task.remote(str(point.path.absolute()), self._environment))]
+        warm = self._current.knobs.warm and not gpus  # a process with GPUs gets one task alone
+        handle = task.remote(str(point.path.absolute()), self._environment, warm)
+        return [Submitted(point, handle)]
 
     def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         ended, handles = [], [job.handle for job in jobs]
@@ -130,7 +134,9 @@ class Ray:
             if job.handle in done:
                 job.ended_at = min(job.ended_at, time.monotonic())
                 if rundir.is_vacant(path, job.ended_at):  # else it saves
-                    _finish(self._ray, job.handle, path, stopped=self._current.stopped)
+                    stopped = self._current.stopped
+                    forked = _finish(self._ray, job.handle, path, stopped=stopped)
+                    self._current.ledger.update(job.point.entry, forked=forked)
                     ended.append(job)
             elif not job.seen and rundir.read_status(path).get("state") == "running":
                 job.seen = True
@@ -174,13 +180,14 @@ def needs(facts: PointFacts, knobs: Knobs) -> tuple[float, float]:
     return cpus, gpus if knobs.gpus_per_run is None else knobs.gpus_per_run
 
 
-def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
-    """Record how a task ended, where its run could not itself."""
-    code, cause = FAILED, ""
+def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> bool | None:
+    """Record how a task ended, where its run could not itself; return whether it was a fork."""
+    code, cause, forked = FAILED, "", None
     try:
-        code = ray.get(handle)
+        code, forked = ray.get(handle)
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
     except ray.exceptions.RayError as error:
         cause, stopped = f"Ray: {' '.join(str(error).split())[:200]}", False
     record_left(path, code, cause, stopped=stopped)
+    return forked

@@ -169,6 +169,13 @@ def warm(wanted: bool = True, at_once: bool = False) -> Iterator[None]:
         _templates = before
 
 
+def stay_warm(wanted: bool) -> None:
+    """Do as `warm`, to the end of this process."""
+    global _templates
+    if wanted and FORKS and _templates is None:
+        _templates = {}
+
+
 def start_worker(
     argument: str, log: Path | None = None, module: str = "llmexp.train", **more: Any
 ) -> subprocess.Popen[Any]:

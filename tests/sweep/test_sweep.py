@@ -464,6 +464,8 @@ def test_points_as_tasks_of_ray(tmp_path):
     assert done.code == 1, done.err
     bad, good = points(tmp_path / "s")
     assert (bad.state, good.state, "boom" in bad.error) == ("failed", "finished", True)
+    assert bad.forked
+    assert good.forked
     assert (tmp_path / "lost").exists()
     assert "resumed from step_" in (tmp_path / "s" / good.folder / "train.log").read_text()
     whole = alone(tmp_path, "alone", grid[0], "optimizer.weight_decay=0.3")
