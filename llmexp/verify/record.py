@@ -59,7 +59,12 @@ def read_records(run: Path) -> Records:
 
 def starts(run: Path) -> list[int]:
     """Return the step at which each process of rank 0 began."""
-    return [row["step"] for row in _lines(run / "verify" / _STARTS)]
+    return [row["step"] for row in _lines(run / "verify" / _STARTS) if row["rank"] == 0]
+
+
+def processes(run: Path) -> dict[int, int]:
+    """Return the last process of each rank that has begun."""
+    return {row["rank"]: row["pid"] for row in _lines(run / "verify" / _STARTS)}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -100,11 +105,11 @@ def _open(context: Any) -> None:
 
     What was recorded of later steps is of a process that was killed.
     """
-    path = Path(os.environ[FOLDER]) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+    rank = int(os.environ.get("RANK", "0"))
+    path = Path(os.environ[FOLDER]) / f"rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.stem == "rank-0":
-        with open(path.with_name(_STARTS), "a", encoding="utf-8") as begun:
-            begun.write(json.dumps({"step": context.step}) + "\n")
+    with open(path.with_name(_STARTS), "a", encoding="utf-8") as begun:
+        begun.write(json.dumps({"step": context.step, "rank": rank, "pid": os.getpid()}) + "\n")
     # step 0 is written anew
     kept = [row for row in _lines(path) if row["step"] < context.step > 1]
     fileio.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -209,9 +209,9 @@ def strike(
         there = _wait(process, lambda: _written(path) != before)
         there = there and _wait(process, lambda: _last(path) >= target - 1)
         if kind == "rank":
-            there = there and _wait(process, lambda: bool(_ranks(family(process.pid))))
+            there = there and _wait(process, lambda: bool(_ranks(path, family(process.pid))))
         tree = family(process.pid)  # now: a save may be over in a few milliseconds
-        ranks = _ranks(tree)
+        ranks = _ranks(path, tree)
         if there and kind == "save":
             there = _wait(process, lambda: _saving(root) is not None, pause_s=0.0002)
         if there and not hurry:
@@ -225,8 +225,8 @@ def strike(
         if kind == "rank":
             rank, pid = rng.choice(sorted(ranks.items()))
             send(pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ALONE_S)  # it has to find out, and to end the others
+            over = time.monotonic() + ALONE_S  # it has to find out, and to end the others
+            _wait(process, lambda: time.monotonic() > over, pause_s=0.01)
         alone = process.poll() is not None
         _kill_all(process, tree)
     if rundir.read_status(path).get("state") == "finished":  # it was only about to leave
@@ -278,16 +278,10 @@ def _saving(root: Path) -> int | None:
     return None
 
 
-def _ranks(tree: Sequence[int]) -> dict[int, int]:
-    """Return the running process of each rank below a worker: the first that has its number."""
-    found: dict[int, int] = {}
-    for pid in tree[1:]:
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                if name == b"RANK" and not ended(pid):
-                    found.setdefault(int(value), pid)
-    return found
+def _ranks(path: Path, tree: Sequence[int]) -> dict[int, int]:
+    """Return the running process of each rank below a worker."""
+    known = record.processes(path).items()
+    return {rank: pid for rank, pid in known if pid in tree[1:] and not ended(pid)}
 
 
 def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
