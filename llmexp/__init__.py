@@ -14,47 +14,41 @@ from llmexp import compare, evaluate, train
 
 __version__ = "0.1.0"
 
-# The module of each name.
+# The module of each name; the others are functions of commands.
 _PLACES = {
-    "Answer": "program.judging",
+    "Answer": "cli.compare",
     "ConfigError": "settings.values",
-    "Evaluation": "program.judging",
+    "Evaluation": "cli.evaluate",
     "Run": "program.folder",
-    "RunFailed": "program.work",
-    "average": "program.work",
-    "compare": "program.judging",
-    "evaluate": "program.judging",
-    "export": "program.work",
-    "fit": "program.judging",
+    "RunFailed": "program.training",
     "load": "program.folder",
-    "next_step": "program.judging",
-    "plan": "program.work",
-    "prepare": "program.work",
-    "tokenizer": "program.work",
-    "train": "program.work",
+    "train": "program.training",
 }
-__all__ = list(_PLACES)
+_COMMANDS = {
+    name.replace("next", "next_step"): name
+    for name in ("average", "compare", "evaluate", "explain", "export", "fit", "next", "plan",
+                 "prepare", "replay", "tokenizer")
+}  # fmt: skip
+__all__ = sorted([*_PLACES, *_COMMANDS])
 
 
-def _of_program(name: str) -> Any:
-    return getattr(importlib.import_module(f"llmexp.{_PLACES[name]}"), name)
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"llmexp.{_PLACES[name]}"), name)
+    if name in _COMMANDS:
+        return importlib.import_module("llmexp.program.calling").called(_COMMANDS[name])
+    raise AttributeError(f"module 'llmexp' has no attribute {name!r}")
 
 
 class _Called(ModuleType):
     """A package that is a function of `program` too: llmexp.train([...]), llmexp.compare(...)."""
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        return _of_program(self.__name__.rpartition(".")[2])(*args, **more)
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **more)
 
 
 for _package in (compare, evaluate, train):
     _package.__class__ = _Called
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return _of_program(name)
-    raise AttributeError(f"module 'llmexp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

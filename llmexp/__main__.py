@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import sys
@@ -109,13 +108,9 @@ def dispatch(arguments: list[str]) -> int:
         if command.startswith("sweep"):
             hint = " A sweep is llmexp train -m; for example llmexp train -m optimizer.lr=1e-3,3e-3"
         raise ConfigError("unknown_key", f"{command}: there is no such command.{hint}")
-    if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
-        from llmexp.cli.help import print_help
+    from llmexp.cli.running import run_command
 
-        print_help(command, rest)
-        return 0
-    code: int = importlib.import_module(f"llmexp.cli.{command}").main(rest)
-    return code
+    return run_command(command, rest)
 
 
 def report(error: Exception, code: int, as_json: bool) -> int:
@@ -139,8 +134,7 @@ def complete(arguments: list[str]) -> int:
 
     Hydra must not see the command before them.
     """
-
-    from llmexp.cli import train
+    from llmexp.cli.running import run_command
 
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and any(a.startswith("query=") for a in arguments):
@@ -157,7 +151,7 @@ def complete(arguments: list[str]) -> int:
     for flag, folder in itertools.pairwise(words):
         if flag in ("--config-dir", "-cd") and os.path.isdir(folder):
             arguments = [*arguments, "--config-dir", folder]
-    return train.main(arguments)
+    return run_command("train", arguments)
 
 
 if __name__ == "__main__":

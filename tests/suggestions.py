@@ -7,15 +7,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from llmexp.__main__ import COMMANDS, dispatch
-from llmexp.compose import command_line
+from llmexp.__main__ import COMMANDS
+from llmexp.cli.running import function_of, read_line
 from llmexp.settings.config import Config
-from llmexp.settings.values import Parser
 
 PARSER = OverridesParser.create()
 CONF = Path(__file__).parents[1] / "conf"
@@ -37,7 +35,6 @@ def suggested(text: str) -> Iterator[str]:
 
 
 COMMAND = re.compile(rf"llmexp (?:{'|'.join(COMMANDS)}) .*")
-COMPOSING = ("train", "plan", "explain", "prepare", "tokenizer", "verify")  # with Hydra's flags
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -56,27 +53,10 @@ def commands(text: str) -> Iterator[list[str]]:
         yield [word for word in given if word != "..."]
 
 
-class Read(Exception):
-    """A command line was read; the command does not start."""
-
-
 def read(words: list[str]) -> None:
     """Read a command line as its command does, and start nothing; raises ConfigError."""
     with mock.patch.dict(os.environ):
-        if words[0] in COMPOSING:
-            command_line.parse(words[0], words[1:])
-            return
-
-        def stop(self: Parser, arguments: list[str]) -> Any:
-            self.parse_known_intermixed_args(arguments)
-            raise Read
-
-        parsers = {"parse_args": stop, "parse_intermixed_args": stop}
-        try:
-            with mock.patch.multiple(Parser, **parsers):
-                dispatch(words)
-        except Read:
-            pass
+        read_line(words[0], function_of(words[0]), words[1:])
 
 
 def check(text: str) -> None:

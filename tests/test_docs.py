@@ -114,7 +114,7 @@ def test_the_kinds_of_refusals_are_those_of_the_list_and_each_is_used():
     listed = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.M)
     assert dict(listed) == MEANING
     assert list(MEANING) == list(typing.get_args(Kind))
-    schema = json.loads((ROOT / "llmexp/schema-1.json").read_text(encoding="utf-8"))
+    schema = json.loads((ROOT / "llmexp/schema-2.json").read_text(encoding="utf-8"))
     error = schema["$defs"]["error"]["properties"]["error"]["properties"]
     assert error["code"]["enum"] == list(MEANING)
     sources = [p for p in (ROOT / "llmexp").rglob("*.py") if p.stem != "kinds"]

@@ -105,7 +105,8 @@ def test_parts_do_not_import_each_others_private_names():
 def test_a_name_means_one_thing():
     """At most 25 public names are defined in several files: `main`, `show`, layers of models.
 
-    Those by which a room collects its features, and the door of modes, are the same in each."""
+    Those by which a room collects its features, and the door of modes, are the same in each; the
+    function of a command has its name."""
     files = defaultdict[str, set[str]](set)
     for module, path in MODULES.items():
         if module.startswith(("llmexp.features.", "llmexp.modes.")) or module.endswith(".settings"):
@@ -114,10 +115,12 @@ def test_a_name_means_one_thing():
             targets = node.targets if isinstance(node, ast.Assign) else [node]
             for target in targets:
                 name = getattr(target, "name", None) or getattr(target, "id", "_")
+                if module == f"llmexp.cli.{name}":
+                    continue
                 if not name.startswith("_") and name != "Knobs":  # likewise collected
                     files[name].add(module)
     several = sorted(name for name, modules in files.items() if len(modules) > 1)
-    assert len(several) <= 25, several
+    assert len(several) <= 25, {name: files[name] for name in several}
 
 
 def test_a_step_is_read_in_an_evening():

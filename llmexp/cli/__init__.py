@@ -1,7 +1,9 @@
 """Run the commands: each file reads its arguments and calls the other rooms.
 
-In reading order:
+A command is one function with annotated arguments, of which the parser, `--help`, `--json` and the
+call from Python are made. In reading order:
 
+running      the words of a command line in, what the function returns out
 train        one run or a sweep (-m)
 worker       starts the process that trains while `train` still composes, and waits for it
 resume       go on with a run or a sweep

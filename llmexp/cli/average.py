@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from llmexp.compose import command_line
 from llmexp.runs import rundir
-from llmexp.runs.naming import OF_WEIGHTS, named_checkpoint
+from llmexp.runs.naming import Name, Names, Weights, named_checkpoint
 from llmexp.runs.rundir import check_new
-from llmexp.settings.values import ConfigError
+from llmexp.settings.values import ConfigError, count
 
 
 @dataclass(frozen=True)
@@ -21,39 +21,33 @@ class Averaged:
 
     path: Path
     weights: str  # model or ema
-    steps: list[int]  # of the checkpoints
+    steps: Sequence[int]  # of the checkpoints
     parameters: int
 
-
-def main(arguments: list[str]) -> int:
-    """Write the mean of checkpoints into a folder that other commands take as they take a run."""
-    text = (
-        "Average the weights of several checkpoints, of one run or of several. evaluate, sample, "
-        "export and model.init_from take the result as they take a run."
-    )
-    table = {
-        "runs+": ("RUN[@STEP]", "run folder; without a step its newest one"),
-        "--last": ("N", "the newest N checkpoints of each run", int),
-        **OF_WEIGHTS,
-        "--out": ("FOLDER", "a new folder (default, of one run: in it)", Path),
-    }
-    args = command_line.read("average", text, table, arguments)
-    done = averaged(args.runs, args.last, args.weights, args.out)
-    steps = ", ".join(f"{step:,}" for step in done.steps)
-    kind = "ema" if done.weights == "ema" else "weights"
-    print(f"{done.path}: mean of the {kind} of steps {steps}; {done.parameters:,} parameters")
-    print(f"use it: {rundir.command_on(done.path, 'evaluate', done.path)}")
-    return 0
+    def __str__(self) -> str:
+        steps = ", ".join(f"{step:,}" for step in self.steps)
+        kind = "ema" if self.weights == "ema" else "weights"
+        use = rundir.command_on(self.path, "evaluate", self.path)
+        mean = f"mean of the {kind} of steps {steps}; {self.parameters:,} parameters"
+        return f"{self.path}: {mean}\nuse it: {use}"
 
 
-def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | None) -> Averaged:
-    """Write the mean of the named checkpoints into `out`, or into the run where that is null.
+def average(
+    run: Name,
+    *runs: Names,
+    last: Annotated[int | None, count("the newest so many checkpoints of each run", 5)] = None,
+    weights: Weights = "model",
+    out: Annotated[Path | None, "FOLDER", "a new folder (default, of one run: in it)"] = None,
+) -> Averaged:
+    """Average the weights of several checkpoints, of one run or of several.
 
-    Raises ConfigError.
+    evaluate, sample, export and model.init_from take the result as they take a run.
     """
-    found = _chosen(names, last)
+    found = [one for name in (run, *runs) for one in _chosen(name, last)]
     if len(found) < 2 and weights == "model":
-        raise ConfigError("out_of_range", f"{names[0]}: is one checkpoint; for example --last 5")
+        raise ConfigError("out_of_range", f"{run}: is one checkpoint; for example --last 5")
+    if twice := [f"{path}@{step}" for path, step in found if found.count((path, step)) > 1]:
+        raise ConfigError("conflict", f"{twice[0]}: is named twice")
     folder = out or default_folder(found, weights)
     check_new(folder, "--out")
     from llmexp.exchange import average as exchange
@@ -65,30 +59,20 @@ def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | N
     return Averaged(folder, weights, [one.step for one in opened], size)
 
 
-def _chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
-    """Return the run and the step of each checkpoint. Raises ConfigError."""
-    found: list[tuple[Path, int]] = []
-    if last is not None and last < 1:
+def _chosen(name: str, last: int | None) -> list[tuple[Path, int]]:
+    """Return the run and the step of each checkpoint that a name means. Raises ConfigError."""
+    path, step = named_checkpoint(name)
+    if step is not None and last is not None:
+        text = "give the step or --last; for example"
+        raise ConfigError("conflict", f"{name} --last {last}: {text} {shlex.quote(str(path))}")
+    steps, wanted = rundir.saved_steps(path), last or 1
+    if len(steps) < wanted:
+        there = ", ".join(map(str, steps)) or "none yet"
+        way = f"checkpoint.keep={max(2, wanted)} keeps more"
         raise ConfigError(
-            "out_of_range", f"--last {last}: must be at least 1; for example --last 5"
+            "no_checkpoint", f"{path}: has {len(steps)} of {wanted} checkpoints: {there}; {way}"
         )
-    for name in names:
-        path, step = named_checkpoint(name)
-        steps = rundir.saved_steps(path)
-        if step is not None and last is not None:
-            text = "give the step or --last; for example"
-            raise ConfigError("conflict", f"{name} --last {last}: {text} {shlex.quote(str(path))}")
-        if len(steps) < (last or 1):
-            there = ", ".join(map(str, steps)) or "none yet"
-            way = f"checkpoint.keep={max(2, last or 1)} keeps more"
-            raise ConfigError(
-                "no_checkpoint",
-                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; {way}",
-            )
-        found += [(path, one) for one in ([step] if step is not None else steps[-(last or 1) :])]
-    if twice := [f"{path}@{step}" for path, step in found if found.count((path, step)) > 1]:
-        raise ConfigError("conflict", f"{twice[0]}: is named twice")
-    return found
+    return [(path, one) for one in ([step] if step is not None else steps[-wanted:])]
 
 
 def default_folder(found: list[tuple[Path, int]], weights: str) -> Path:

@@ -6,15 +6,16 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare
-from llmexp.compose import app, command_line
+from llmexp.cli.running import CommandLine
+from llmexp.compose import app
 from llmexp.compose.errors import flat_keys, nearest_key
 from llmexp.compose.origin import (
     COMMAND_LINE,
@@ -57,55 +58,33 @@ OF_COMMANDS: dict[str, tuple[type, str]] = {
     "plan": (PlanKnobs, "llmexp plan works"),
 }
 _COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
-_USAGE = """\
-usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
-
-KEY is a knob (clip.max_norm, or its short name clip), a number of the run (real_batch_size, warmup_updates),
-a group or a section (optimizer, train), or a figure of the rows (val/loss). With the same overrides as train and
-plan it tells the value, the file or override that set it and what that replaced, what it is worked out from, where
-it acts, what it changes, and what uses it.
-
-  llmexp explain batch.real_batch_size batch.gradient_accumulation_steps=4
-  llmexp explain clip.max_norm experiment=shakespeare_nanogpt_cpu clip.max_norm=0.5
-  llmexp explain optimizer optimizer=muon
-"""  # noqa: E501
 
 
-def main(arguments: list[str]) -> int:
-    """Print the explanation. Raises ConfigError for a key that there is not."""
-    if {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return 0
-    key, rest = split(arguments)
-    args = command_line.parse("explain", rest)
-    if hydra_flags.asked(args):
-        return hydra_flags.answer_flags(args)
-    with app.composed(args) as (cfg, _):
-        found = explained(cfg, app.typed_config(cfg), key)
-    if args.json:
-        print(json.dumps(found, indent=2, default=str))
-        return 0
-    for line in screen_lines(found):
-        print(line)
-    return 0
+def explain(
+    key: Annotated[
+        str,
+        "KEY",
+        "a knob (clip.max_norm, or its short name clip), a number of the run (real_batch_size), a "
+        "group or a section (optimizer, train), or a figure of the rows (val/loss)",
+    ],
+    line: CommandLine = (),
+) -> Explained:
+    """Show a knob, a number or a group: its value, who set it, what follows, and what it changes.
 
-
-def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the key and the rest of the arguments.
-
-    The key is the first word that is neither a flag, nor a flag's value, nor an override.
+    For example: llmexp explain batch.real_batch_size batch.gradient_accumulation_steps=4
     """
-    before = ""
-    for place, word in enumerate(arguments):
-        bare = word.rstrip("=")  # as a shell completes it
-        is_value = "=" in bare or before in ("--config-dir", "-cd", "--allow")
-        if not word.startswith("-") and not is_value:
-            return bare.lstrip("+~"), [*arguments[:place], *arguments[place + 1 :]]
-        before = word
-    raise ConfigError(
-        "missing_value",
-        "explain: a key is needed; for example llmexp explain batch.real_batch_size",
-    )
+    with app.composed(line) as (cfg, _):
+        return Explained(explained(cfg, app.typed_config(cfg), key))
+
+
+@dataclass(frozen=True)
+class Explained:
+    """All that is known of a key: what `llmexp explain --json` prints."""
+
+    data: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "\n".join(screen_lines(self.data))
 
 
 def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:

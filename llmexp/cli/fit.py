@@ -1,61 +1,91 @@
-"""Run `llmexp fit PATH...`: read its arguments, print the laws."""
+"""`llmexp fit PATH...`: scaling laws of runs."""
 
 from __future__ import annotations
 
+import io
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, TextIO
 
-from llmexp.cli.compare import check_file, write_file
-from llmexp.laws.answer import FORMS, fit
+from llmexp.cli.running import Out, Paths, check_out, paths_of, write_out
+from llmexp.laws import answer, words
+from llmexp.laws.answer import FORMS
 from llmexp.laws.ladders import COUNTS
-from llmexp.laws.words import show, to_json
-from llmexp.settings.values import Parser
-from llmexp.system.child import DONE
-from llmexp.system.redact import warn
+from llmexp.settings.values import choice
 from llmexp.system.text import columns
 
-_ARGUMENTS = {
-    "paths+": (
-        "PATH",
-        "runs, sweeps, folders of them, globs; or a CSV file with N, D, loss (and C)",
-    ),
-    "--form": (
-        "FORM",
-        f"{', '.join(FORMS)} (default: a surface, or a power law where there is one axis)",
-    ),
-    "--by": ("KEY", "axis of a power law: tokens, flops, parameters or a knob"),
-    "--count": (
-        "COUNT",
-        f"how N counts parameters: {', '.join(COUNTS)} (default: head, without embeddings)",
-    ),
-    "--predict": ("C", "FLOPs to predict at, such as 1e16, or a size and tokens: N=1e9,D=2e10"),
-    "--why": "also what the answer rests on",
-    "--html": ("FILE", "also write the page, such as --html laws.html", Path),
-    "--json": "print everything as JSON instead",
-}
+
+@dataclass(frozen=True)
+class Laws:
+    """Scaling laws: what `llmexp fit` prints, as data."""
+
+    answer: answer.Answer
+    why: bool = False
+
+    def show(self, to: TextIO | None = None) -> None:
+        """Print the answer as wide as the terminal is."""
+        words.show(self.answer, to or sys.stdout, columns(), self.why)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        self.show(out)
+        return out.getvalue().rstrip("\n")
+
+    @property
+    def headline(self) -> str:
+        """Return the answer in short."""
+        return words.headline(self.answer)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what could not be read, in words."""
+        return self.answer.problems
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp fit --json` prints."""
+        return words.data(self.answer)
 
 
-def main(arguments: list[str]) -> int:
-    """Fit, print the answer, and return exit code 0. Raises ConfigError for what has no law."""
-    parser = Parser(
-        "llmexp fit",
-        "Fit scaling laws: the best size for a budget, the loss there, and what a change saves at "
-        "other scales.",
-        _ARGUMENTS,
-        "See docs/laws.md.",
-    )
-    args = parser.parse_args(arguments)
-    if args.html:
-        check_file("--html", args.html, (".html",))
-    answer = fit(args.paths, form=args.form, by=args.by, count=args.count, predict=args.predict)
-    for problem in answer.problems:
-        warn(problem)
-    if args.html:
-        from llmexp.laws.page import page
+def _page(found: answer.Answer) -> str:
+    from llmexp.laws.page import page  # imports plotly
 
-        write_file("--html", args.html, page(answer))
-    if args.json:
-        print(to_json(answer), end="")
-    else:
-        show(answer, sys.stdout, columns(), args.why)
-    return DONE
+    return page(found)
+
+
+_FORMS: dict[str, Callable[[answer.Answer], str]] = {".html": _page, ".json": words.to_json}
+
+
+def fit(
+    *paths: Paths,
+    form: Annotated[
+        str | None,
+        choice("default: a surface, or a power law where there is one axis", " | ".join(FORMS)),
+    ] = None,
+    by: Annotated[
+        str | None, "KEY", "axis of a power law: tokens, flops, parameters or a knob"
+    ] = None,
+    count: Annotated[
+        str | None,
+        choice("how N counts parameters (default: head, without embeddings)", " | ".join(COUNTS)),
+    ] = None,
+    predict: Annotated[
+        str | None,
+        "C",
+        "FLOPs to predict at, such as 1e16 (with --by a value of it), or a size and tokens: "
+        "N=1e9,D=2e10",
+    ] = None,
+    why: Annotated[bool, "also what the answer rests on"] = False,
+    out: Out = (),
+) -> Laws:
+    """Fit scaling laws: the best size for a budget, the loss there, and what a change saves.
+
+    A PATH may be a CSV file with N, D, loss (and C). FILE is .json or the page, .html. See
+    docs/laws.md.
+    """
+    check_out(out, _FORMS)
+    found = answer.fit(paths_of(paths), form=form, by=by, count=count, predict=predict)
+    write_out(out, _FORMS, found)
+    return Laws(found, why)

@@ -5,11 +5,15 @@ Imports neither torch nor Hydra.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import shutil
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from llmexp.settings.arguments import JSON_HELP, annotated, flag_of
 from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
 
@@ -26,12 +30,8 @@ MOST_USED = {
     "optimizer": "lr rule weight_decay",
     "schedule": "warmup_steps warmup_ratio end_ratio",
 }
-_FLAGS = {
+_FLAGS = {  # of all three commands
     "-m, --multirun": "a sweep: every combination of comma-separated values",
-    "--screen": "which of many knobs matter: two values of each, in 8, 16 or 32 runs (train, plan)",
-    "--queue": "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
-    "--measure": "train a few steps in a folder that goes, and say how long the run takes (plan)",
-    "--json": "print nothing but the result on standard output, as JSON (train, plan)",
     "--cfg job": "print the composed config and stop (--resolve: with interpolations resolved)",
     "--info": "where the config comes from: all, defaults, searchpath, ...",
     "--config-dir DIR": "your own config files: DIR/model/mine.yaml becomes model=mine",
@@ -60,14 +60,14 @@ def _groups(extra: str | None) -> dict[str, str]:
     return {name: ", ".join(sorted(found[name])) for name in sorted(found) if name not in parts}
 
 
-def print_help(command: str, arguments: list[str]) -> None:
+def print_help(command: str, function: Callable[..., Any], arguments: list[str]) -> None:
+    """Print the help of a command that composes a config, with the options of --config-dir."""
     width = min(100, shutil.get_terminal_size((100, 20)).columns)
     extra = None
     for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
-    sweeps = "" if command == "prepare" else "[-m] "
-    flags = f"{sweeps}[--config-dir DIR] [--allow PACKAGE]"
-    usage = f"usage: llmexp {command} {flags} [GROUP=OPTION ...] [KEY=VALUE ...]"
+    flags = "[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]"
+    usage = f"usage: llmexp {command} {'' if command == 'prepare' else '[-m] '}{flags}"
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
     print("GROUPS (one option each)")
     _table(_groups(extra), 14, width)
@@ -76,7 +76,10 @@ def print_help(command: str, arguments: list[str]) -> None:
         keys = [f"{section}.{name}" for name in names.split()]
         _table({key: fields()[key].meaning for key in keys}, 38, width)
     print("\nFLAGS")
-    _table(_FLAGS, 38, width)
+    own = {flag_of(one): knob.doc for one, _, knob, _ in annotated(function) if one.name != "line"}
+    if inspect.signature(function).return_annotation != "int":
+        own["--json"] = JSON_HELP
+    _table(own | _FLAGS, 38, width)
     print("\nFOLDER")
     _table(FOLDER, 38, width)
     print("\nEXAMPLES\n" + textwrap.indent(_EXAMPLES, "  "))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from llmexp.cli import hydra_flags
-from llmexp.compose import app, command_line, origin
+from llmexp.cli.running import CommandLine, Screen
+from llmexp.compose import app, origin
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.section import build_plan
 from llmexp.runs import rundir
@@ -20,27 +19,17 @@ if TYPE_CHECKING:
     from llmexp.sweep.planning import PlannedSweep
 
 
-def main(arguments: list[str]) -> int:
-    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained."""
-    args = command_line.parse("plan", arguments)
-    if hydra_flags.asked(args):
-        return hydra_flags.answer_flags(args)
-    found = planned(args)
-    if not isinstance(found, Planned):
-        from llmexp.sweep.planning import print_sweep
-
-        return print_sweep(found, arguments, args.json)
-    print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else found)
-    return 0
-
-
-def planned(args: Any) -> Planned | PlannedSweep:
-    """Return the plan of the run, or the sweep (-m), of a parsed command line.
-
-    Raises ConfigError for what train would refuse.
-    """
-    with app.composed(args) as (cfg, multirun):
-        kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
+def plan(
+    line: CommandLine = (),
+    *,
+    screen: Screen = False,
+    measure: Annotated[
+        bool, "train a few steps in a folder that goes, and say how long the run takes"
+    ] = False,
+) -> Planned | PlannedSweep:
+    """Check everything and print the banner of the run, or a row a point (-m); start nothing."""
+    with app.composed(line) as (cfg, multirun):
+        kept = [o for o in line.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
@@ -54,23 +43,23 @@ def planned(args: Any) -> Planned | PlannedSweep:
                 raise refuse(
                     "unsupported", "sweep.search.trials", knobs.search.trials, text, "null"
                 )
-            grid, seeds = points_of(cfg, args.overrides, knobs), list[int]()
+            grid, seeds = points_of(cfg, line.overrides, knobs), list[int]()
             if knobs.decide:
                 ledger = read_ledger(where) if is_sweep(where) else None
-                seeds, _ = seeded(knobs, ledger, cfg, args.overrides, grid)
+                seeds, _ = seeded(knobs, ledger, cfg, line.overrides, grid)
             points, refused = load_points(Composer(cfg), grid, 0, knobs, where)
             points, same = split_duplicates(points)
         else:
-            config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, args.overrides)
+            config, (wanted, fixed) = app.typed_config(cfg), app.run_folder(cfg, line.overrides)
             there = fixed and rundir.is_run(wanted)
             if there:
                 rundir.check_plain(wanted)
             refuse_folder(wanted, there, config.checkpoint.resume)
     from llmexp.forecast.planning import Planner
 
-    plan_of = Planner(chosen, args.measure).planned
+    plan_of = Planner(chosen, measure).planned
     if multirun:
         from llmexp.sweep.planning import plan_points
 
-        return plan_points(points, [*refused, *same], knobs, seeds, plan_of)
+        return plan_points(points, [*refused, *same], knobs, seeds, plan_of, line.words)
     return plan_of(config, str(wanted))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
-from llmexp.compose import app, command_line
+from llmexp.cli.running import CommandLine
+from llmexp.compose import app
 from llmexp.settings.config import Config
 from llmexp.settings.kinds import kind_of_error
 from llmexp.settings.values import ConfigError
@@ -40,6 +40,17 @@ class Prepared:
         return "\n".join([head, *table, counts, *warnings])
 
 
+@dataclass(frozen=True)
+class PreparedPart:
+    """A part of the shards that was written, as `prepare.part` names it."""
+
+    part: str
+
+    def __str__(self) -> str:
+        join = "once all parts are, `llmexp prepare` without prepare.part joins them"
+        return f"part {self.part} is prepared; {join}"
+
+
 _HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
 
 
@@ -48,39 +59,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     files = row["hf"] or f"{row['files']:,}"
     counts = (f"{row[name]:,}" for name in ("documents", "tokens"))
     shown = "-" if per_token is None else f"{per_token:.3f}"
-    return (
-        row["source"],
-        row["split"],
-        files,
-        *counts,
-        shown,
-        f"{row['empty']:,}",
-        f"{row['bad']:,}",
-    )
+    left = (f"{row[name]:,}" for name in ("empty", "bad"))
+    return (row["source"], row["split"], files, *counts, shown, *left)
 
 
-def main(arguments: list[str]) -> int:
-    """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
-    args = command_line.parse("prepare", arguments)
-    if hydra_flags.asked(args):
-        return hydra_flags.answer_flags(args)
-    found = prepared(args)
-    if isinstance(found, Prepared):
-        print(found)
-    else:
-        print(
-            f"part {found} is prepared; once all parts are, `llmexp prepare` without "
-            "prepare.part joins them"
-        )
-    return 0
-
-
-def prepared(args: Any) -> Prepared | str:
-    """Prepare the data of a parsed command line, and return what was made, or the part.
-
-    Raises ConfigError.
-    """
-    with app.composed(args, "prepare") as (cfg, _):
+def prepare(line: CommandLine = ()) -> Prepared | PreparedPart:
+    """Tokenise the data into the cache, so that runs start at once."""
+    with app.composed(line, "prepare") as (cfg, _):
         settings, config = build_prepare(app.section(cfg, "prepare")), app.typed_config(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
@@ -90,7 +75,7 @@ def prepared(args: Any) -> Prepared | str:
     if settings.part is not None or settings.on == "ray":
         prepare_apart(settings, config, tokenizer)
     if settings.part is not None:
-        return settings.part
+        return PreparedPart(settings.part)
     section = with_vocabulary(config.model, tokenizer)
     ids = fill(section.get("vocab_size"), "model.vocab_size") or tokenizer.n_vocab
     length, mask = config.batch.sequence_length, config.batch.document_mask

@@ -6,9 +6,11 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from llmexp import features
-from llmexp.cli import train, worker
+from llmexp.cli import worker
+from llmexp.cli.running import run_command
 from llmexp.compose import app, command_line, environment
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
@@ -22,35 +24,33 @@ from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.system import child
 
 
-def main(arguments: list[str]) -> int:
-    """Go on with a run, or with a sweep, in its folder: `llmexp resume RUN_DIR [key=value ...]`."""
-    text = "Go on with a run in its folder, from its newest whole checkpoint; or with a sweep."
-    table = {
-        "run_dir": (None, "for example outputs/default/2030-01-01_12-00-00", Path),
-        "overrides*": (
-            "KEY=VALUE",
-            "changes to how the run is executed, for example batch.micro_batch_size=4; what it "
-            "computes is fixed, but for a longer budget: train.max_steps=600",
-        ),
-    }
-    args = command_line.read("resume", text, table, arguments)
-    command_line.check_overrides(args.overrides)
-    path = args.run_dir
+def resume(
+    run: Annotated[Path, "RUN", "for example outputs/default/2030-01-01_12-00-00"],
+    overrides: Annotated[
+        Sequence[str],
+        "KEY=VALUE",
+        "changes to how the run is executed, for example batch.micro_batch_size=4; what it "
+        "computes is fixed, but for a longer budget: train.max_steps=600",
+    ] = (),
+) -> int:
+    """Go on with a run in its folder, from its newest whole checkpoint; or with a sweep."""
+    command_line.check_overrides(overrides)
+    path = run
     rundir.check_plain(path)
     if rundir.is_run(path):
-        return resume_run(path, args.overrides)
+        return resume_run(path, overrides)
     if ledger.is_sweep(path):
         arguments = recordable(ledger.read_ledger(path).arguments)
         here = f"sweep.resume={quoted(str(path))}"
         arguments = [argument for argument in arguments if argument != "-m"]
-        return train.main(["-m", *arguments, *args.overrides, here])
+        return run_command("train", ["-m", *arguments, *overrides, here])
     if ledger.runs_in(path):
         raise ConfigError(
             "damaged_file", f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}"
         )
     _, step = named_checkpoint(str(path))  # it says what is missing
     way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
-    raise ConfigError("unsupported", f"{path}: {way}: {forking(path, args.overrides)}")
+    raise ConfigError("unsupported", f"{path}: {way}: {forking(path, overrides)}")
 
 
 def forking(path: Path, overrides: Sequence[str]) -> str:

@@ -4,75 +4,88 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import os
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
 from llmexp.checkpoint.hashes import open_undamaged
+from llmexp.cli.running import Paths, paths_of
 from llmexp.runs import rundir
 from llmexp.runs.find import SweepFolder, find
 from llmexp.runs.folder import STATES, RunFolder, clean_name
 from llmexp.runs.steps import steps_in
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, Parser
+from llmexp.settings.values import ConfigError, choice
 from llmexp.system import fileio
 from llmexp.system.child import DONE
 from llmexp.system.console import banner
 from llmexp.system.redact import clean, warn
 from llmexp.system.text import columns, duration, one_line, padded_cells, readable_size
 
-INCOMPLETE = 1
-_ARGUMENTS = {
-    "folders*": ("FOLDER", "runs, sweeps, folders of them (default: outputs)"),
-    "--state": (None, f"only those in this state: {', '.join(STATES)}"),
-    "--name": ("GLOB", "only those of such a name, such as '*max_norm_0.5*'"),
-    "--json": "as JSON",
-    "--remove-checkpoints": "of finished runs, all but the newest whole one",
-    "--yes": "do remove; else it is only listed what would be",
-}
 
-
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code.
-
-    1 where something could not be removed. Raises ConfigError, also where there is no run.
-    """
-    args = Parser("llmexp runs", "List runs and sweeps; clear up.", _ARGUMENTS).parse_args(
-        arguments
-    )
-    if args.state is not None and args.state not in STATES:
-        text = f"must be one of {', '.join(STATES)}; for example --state failed"
-        raise ConfigError("unknown_option", f"--state {args.state}: {text}")
-    if args.yes and not args.remove_checkpoints:
+def runs(
+    *folders: Paths,
+    state: Annotated[str | None, choice("only those in this state", " | ".join(STATES))] = None,
+    name: Annotated[str, "GLOB", "only those of such a name, such as '*max_norm_0.5*'"] = "*",
+    remove_checkpoints: Annotated[bool, "of finished runs, all but the newest whole one"] = False,
+    yes: Annotated[bool, "do remove; else it is only listed what would be"] = False,
+) -> Listed | Removed:
+    """List runs and sweeps; clear up."""
+    if yes and not remove_checkpoints:
         raise ConfigError("idle_knob", "--yes: add --remove-checkpoints, which it confirms")
-    if args.json and args.remove_checkpoints:
-        raise ConfigError(
-            "conflict", "--json: lists runs; leave it out beside --remove-checkpoints"
-        )
-    found, problems = find(args.folders or ["outputs"])
+    found, problems = find(paths_of(folders))
     if not found:
         text = "there is no run to show; for example llmexp runs outputs/default"
         raise ConfigError("not_a_run", "\n".join([*problems, text]))
-    for problem in problems:
-        warn(problem)
     lines = [_line(path, sweep) for path, sweep in found]
-    lines = [line for line in lines if args.state in (None, line["state"])]
-    lines = [line for line in lines if fnmatch.fnmatch(line["name"], args.name or "*")]
-    if args.remove_checkpoints:
-        return _remove_checkpoints(lines, args.yes)
-    if args.json:
-        print(json.dumps({"runs": lines, "problems": problems}, indent=2, allow_nan=False))
-    elif lines:
-        _show(lines)
-    else:
-        print("no run is like that")
-    return DONE
+    lines = [line for line in lines if state in (None, line["state"])]
+    lines = [line for line in lines if fnmatch.fnmatch(line["name"], name)]
+    return _removed(lines, yes, problems) if remove_checkpoints else Listed(lines, problems)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The runs under some folders, as `llmexp runs` lists them."""
+
+    runs: Sequence[dict[str, Any]]
+    problems: Sequence[str]
+
+    def show(self) -> None:
+        """Print the runs."""
+        if self.runs:
+            _show(self.runs)
+        else:
+            print("no run is like that")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Checkpoints that were removed, or would be, with their bytes; those that could not be."""
+
+    removed: bool
+    checkpoints: dict[str, int]
+    failed: list[str]
+    problems: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else DONE
+
+    def __str__(self) -> str:
+        if not self.checkpoints:
+            return "" if self.failed else "there is nothing to remove"
+        verb = "removed" if self.removed else "would remove"
+        sizes = {clean(path): readable_size(size) for path, size in self.checkpoints.items()}
+        total = readable_size(sum(self.checkpoints.values()))
+        end = "freed" if self.removed else "would be freed; --yes removes them"
+        lines = [f"{verb} {path} ({size})" for path, size in sizes.items()]
+        return "\n".join([*lines, f"{plural(len(sizes), 'checkpoint')}, {total} {end}"])
 
 
 def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
@@ -100,6 +113,7 @@ def _line(path: Path, sweep: SweepFolder) -> dict[str, Any]:
         "size": disk_size(path),
         "error": run.error,
         "kind": run.status.get("kind") if run.error else None,
+        "summary": run.summary,
     }
     return {key: value for key, value in whole.items() if value not in (None, "")}
 
@@ -116,11 +130,8 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs below a folder as `llmexp runs --json` lists them, with their summaries."""
-    return [
-        _line(path, sweep) | {"summary": RunFolder(path, strict=False).summary}
-        for path, sweep in find([folder])[0]
-    ]
+    """Return the runs below a folder as `llmexp runs --json` lists them."""
+    return [_line(path, sweep) for path, sweep in find([folder])[0]]
 
 
 def disk_size(path: Path) -> int:
@@ -173,42 +184,26 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     return step, loss, age, readable_size(line["size"])
 
 
-def _remove_checkpoints(lines: Sequence[dict[str, Any]], yes: bool) -> int:
-    """Remove the checkpoints of finished runs but the newest whole one; without `yes` list them."""
-    freed: list[int] = []
-    failed: list[Path] = []
-    verb = "removed" if yes else "would remove"
+def _removed(lines: Sequence[dict[str, Any]], yes: bool, problems: Sequence[str]) -> Removed:
+    """Remove the checkpoints of finished runs but the newest whole one; without `yes` find them."""
+    done = Removed(yes, {}, [], problems)
     for path in (Path(line["path"]) for line in lines if line["state"] == "finished"):
         if rundir.is_locked(path):
             continue
-        try:
-            # Held, as training that starts meanwhile would lose what it reads.
-            with rundir.locked(path) if yes else contextlib.nullcontext():
-                if rundir.read_status(path).get("state") != "finished":
-                    continue
-                for old, size in _removed(path / rundir.CHECKPOINTS, yes, failed):
-                    print(f"{verb} {clean(old)} ({readable_size(size)})")
-                    freed.append(size)
-        except ConfigError:
-            continue  # it is in training
-        except OSError as error:
-            warn(f"{clean(path)}: {error.strerror}; nothing is removed there")
-            failed.append(path)
-    if freed:
-        print(
-            f"{plural(len(freed), 'checkpoint')}, {readable_size(sum(freed))}",
-            "freed" if yes else "would be freed; --yes removes them",
-        )
-    elif not failed:
-        print("there is nothing to remove")
-    return INCOMPLETE if failed else DONE
+        # Held, as training that starts meanwhile would lose what it reads.
+        with contextlib.suppress(ConfigError):  # it is in training
+            try:
+                with rundir.locked(path) if yes else contextlib.nullcontext():
+                    if rundir.read_status(path).get("state") == "finished":
+                        _clear(path / rundir.CHECKPOINTS, done)
+            except OSError as error:
+                warn(f"{clean(path)}: {error.strerror}; nothing is removed there")
+                done.failed.append(str(path))
+    return done
 
 
-def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield the checkpoints that are not needed, with their size on disk.
-
-    With `yes` they are removed; those that cannot be go into `failed`. The caller holds the lock.
-    """
+def _clear(where: Path, done: Removed) -> None:
+    """Remove the checkpoints of a run that are not needed; the caller holds its lock."""
     steps = checkpoint_folders(where)
     if len(steps) < 2:
         return
@@ -221,13 +216,12 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
             continue
         size = disk_size(old)
         try:
-            if yes:
+            if done.removed:
                 shutil.rmtree(old)
+            done.checkpoints[str(old)] = size
         except OSError as error:
             warn(f"{clean(old)}: cannot be removed: {error.strerror}")
-            failed.append(old)
-            continue
-        yield old, size
+            done.failed.append(str(old))
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -2,77 +2,65 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from llmexp.cli.evaluate import answer_once, ranks_of, refuse_sections, with_data
-from llmexp.compose import command_line
-from llmexp.runs.naming import OF_CHECKPOINT, named_checkpoint
-from llmexp.settings.values import ConfigError
+from llmexp.cli.evaluate import ranks_of, refuse_sections, with_data
+from llmexp.runs.naming import Name, Weights, named_checkpoint
+from llmexp.settings.values import count, knob
 
-_ARGUMENTS = OF_CHECKPOINT | {
-    "--prompt": (None, "text to go on from (default: the start of a document)", ""),
-    "--tokens": (None, "tokens to generate (default 200)", 200),
-    "--temperature": (None, "0: always the likeliest token (default 0.8)", 0.8),
-    "--top-k": (None, "sample from the k likeliest tokens (default 50)", 50),
-    "--seed": (None, "of the sampling (default 0)", 0),
-    "overrides*": (
-        "parallelism=...",
+
+@dataclass(frozen=True)
+class Sampled:
+    """A text from a checkpoint."""
+
+    text: str
+
+    def show(self) -> None:
+        """Print the text without what would control a terminal."""
+        controls = r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+        print(re.sub(controls, "�", self.text) if sys.stdout.isatty() else self.text)
+
+
+def sample(
+    run: Name,
+    overrides: Annotated[
+        Sequence[str],
+        "KEY=VALUE",
         "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
-    ),
-}
-
-
-def main(arguments: list[str]) -> int:
-    """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
-    words = ["sample", *arguments]
-    args = command_line.read("sample", "Generate text from a run.", _ARGUMENTS, arguments)
-    text_only = "sample takes the ranks that share the model only; for example parallelism=fsdp"
-    refuse_sections(args.overrides, ("parallelism",), text_only)
-    ranks = ranks_of(args.run, args.overrides)
-    return answer_once(words, ranks, lambda: _shown(text_of(**vars(args))))
-
-
-def _shown(text: str) -> str:
-    """Return a text without what would control a terminal."""
-    controls = r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    return re.sub(controls, "�", text) if sys.stdout.isatty() else text
-
-
-def text_of(
-    run: str,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    weights: str,
-    overrides: Sequence[str] = (),
-) -> str:
-    """Return a text from a checkpoint, which `run` names as RUN[@STEP].
-
-    With `overrides` of parallelism this process is one of the ranks that share the model. Raises
-    ConfigError.
-    """
-    limits = {"tokens": (tokens, 1), "temperature": (temperature, 0), "top-k": (top_k, 1)}
-    for name, (value, low) in limits.items():
-        if not value >= low:
-            raise ConfigError("out_of_range", f"--{name} {value}: must be at least {low}")
+    ] = (),
+    *,
+    prompt: Annotated[str, "TEXT", "to go on from (default: the start of a document)"] = "",
+    tokens: Annotated[int, count("tokens to generate", 200)] = 200,
+    temperature: Annotated[float, knob("0: always the likeliest token", 0.8, at_least=0)] = 0.8,
+    top_k: Annotated[int, count("sample from so many, the likeliest tokens", 50)] = 50,
+    seed: Annotated[int, "of the sampling"] = 0,
+    weights: Weights = "model",
+) -> Sampled:
+    """Generate text from a run."""
+    text = "sample takes the ranks that share the model only; for example parallelism=fsdp"
+    refuse_sections(overrides, ("parallelism",), text)
     path, step = named_checkpoint(run)
-    from llmexp import mesh
-    from llmexp.train.assembly.opening import join_ranks, open_run
+    from llmexp.train.assembly.opening import joined_to, open_run
     from llmexp.train.sampling import sample as sample_text
 
-    joined = join_ranks(with_data(path, overrides, None)) if overrides else None
-    opened = open_run(path, step, weights, joined)
-    config, model = opened.config, opened.loss or opened.model
-    length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
-    trained = opened.tokenizer, model, length, kind
-    text = sample_text(*trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    if joined is not None:
+    config = with_data(path, overrides, None)
+    with joined_to(config, bool(overrides)) as joined:
+        opened = open_run(path, step, weights, joined)
+        model, length = opened.loss or opened.model, opened.config.batch.sequence_length
+        kind = opened.config.precision.kind  # what it was trained at
+        trained = opened.tokenizer, model, length, kind
+        found = sample_text(
+            *trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
         del opened, model, trained
-        gc.collect()  # the model goes before the group, or gloo may abort at exit
-        mesh.leave(joined)
-    return text
+    return Sampled(found)
+
+
+def ranks(args: Namespace) -> int:
+    """Return how many ranks the command takes."""
+    return ranks_of(args.run, args.overrides)

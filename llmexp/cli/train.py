@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Annotated
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp.cli import hydra_flags
+from llmexp.cli.running import CommandLine, Screen, as_json
 from llmexp.cli.worker import Worker
 from llmexp.compose.app import (
     composed,
@@ -22,7 +22,6 @@ from llmexp.compose.app import (
     visible,
     where_options_are,
 )  # fmt: skip
-from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import with_steps
 from llmexp.compose.origin import refuse_unused
@@ -46,18 +45,23 @@ def say_tracker(cfg: DictConfig, points: bool = False) -> None:
         say(line)
 
 
-def main(arguments: list[str]) -> int:
-    """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
-    args = parse("train", arguments)
-    if hydra_flags.asked(args):
-        return hydra_flags.answer_flags(args)
-    if not args.json:
-        return _start_run(args, arguments)[0]
+def train(
+    line: CommandLine = (),
+    *,
+    screen: Screen = False,
+    queue: Annotated[
+        bool, "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ..."
+    ] = False,
+    json: Annotated[bool, "print nothing but the result on standard output, as JSON"] = False,
+) -> int:
+    """Train one run, or a sweep (-m); return the exit code."""
+    if not json:
+        return _start_run(line)[0]
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # the only text on standard output is the result
         try:
-            code, path = _start_run(args, [a for a in arguments if a != "--json"])
+            code, path = _start_run(line)
         finally:
             sys.stdout.flush()
             os.dup2(out.fileno(), 1)  # for the error
@@ -65,11 +69,11 @@ def main(arguments: list[str]) -> int:
             from llmexp.cli import runs
 
             whole = {"path": str(path), "exit_code": code, "runs": runs.list_runs(path)}
-            out.write(json.dumps(whole, indent=2, allow_nan=False) + "\n")
+            out.write(as_json(whole) + "\n")
     return code
 
 
-def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
+def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
     """Train what the parsed arguments ask for.
 
     Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.
@@ -87,7 +91,7 @@ def _start_run(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Pat
                 from llmexp.sweep.main import sweep
 
                 say_tracker(cfg, points=True)
-                given, words = (with_steps(a, args.overrides) for a in (args.overrides, arguments))
+                given, words = (with_steps(a, args.overrides) for a in (args.overrides, args.words))
                 return sweep(cfg, given, words)
             config = typed_config(cfg)
             wanted, fixed = run_folder(cfg, args.overrides)

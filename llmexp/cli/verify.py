@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -11,15 +10,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from llmexp import __version__
-from llmexp.cli import hydra_flags
-from llmexp.compose import app, command_line, environment, origin
+from llmexp.cli.running import CommandLine
+from llmexp.compose import app, environment, origin
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import AUTO, ConfigError, nearest, refuse
+from llmexp.settings.values import AUTO, ConfigError, knob, nearest, refuse
 from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted, warn
 from llmexp.system.workers import warm
@@ -36,15 +35,33 @@ _RECORD = "verify.json"
 PASS, FAIL = 0, 1
 
 
-def main(arguments: list[str]) -> int:
-    """Run the proof that the first argument names, and return the exit code."""
-    what, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if what in ("-h", "--help") or {"-h", "--help"} & set(rest):
-        usage()
-        return PASS
-    args = parse_proof(what, rest)
-    with app.composed(args, "verify") as (cfg, multirun):
-        origin.refuse_unused(args.overrides, multirun)
+def verify(
+    proof: Annotated[str, "PROOF", "; ".join(f"{name}: {text}" for name, text in PROOFS.items())],
+    line: CommandLine = (),
+    *,
+    steps: Annotated[
+        int | None,
+        knob("optimizer steps of each run (default: as many as are needed)", 8, at_least=2),
+    ] = None,
+    shrink: Annotated[
+        bool,
+        "2 layers, at most 64 tokens a sequence, small batches: for what is too large here",
+    ] = False,
+) -> int:
+    """Prove on this machine what holds for the run that the settings describe, by runs like those.
+
+    Exit code 0: PASS; 1: FAIL; 2: refused, or a run could not be made. The figures are in
+    verify.json.
+    """
+    if proof not in PROOFS:
+        text = f"there is no such proof.{nearest(proof, PROOFS)} Known: {', '.join(PROOFS)}"
+        raise ConfigError("unknown_option", f"verify {proof}: {text}")
+    if proof == "data" and (steps is not None or shrink):
+        flag = f"--steps {steps}" if steps is not None else "--shrink"
+        text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
+        raise ConfigError("idle_knob", f"{flag}: {text}")
+    with app.composed(line, "verify") as (cfg, multirun):
+        origin.refuse_unused(line.overrides, multirun)
         config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:
             text = "verify proves runs from their beginning; leave it out"
@@ -57,41 +74,15 @@ def main(arguments: list[str]) -> int:
                 "verify tries no sizes; give a number",
                 8,
             )
-    environment.refuse_secrets(args.overrides, "the command line")
+    environment.refuse_secrets(line.overrides, "the command line")
     rundir.check_writable(wanted)
-    fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
+    fixed = app.fixed_folder(line.overrides, "hydra.run.dir")
     # runs of another verification would be gone on with
     if fixed and wanted.is_dir() and any(wanted.iterdir()):
         text = f"is not empty; choose a new folder, for example {wanted}-2"
         raise refuse("exists", "hydra.run.dir", wanted, text)
-    made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
-    return prove(Proof(what, rundir.claim(wanted, fixed), config, made_of))
-
-
-def parse_proof(what: str, rest: list[str]) -> argparse.Namespace:
-    """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
-    if what not in PROOFS:
-        text = f"there is no such proof.{nearest(what, PROOFS)} Known: {', '.join(PROOFS)}"
-        raise ConfigError("unknown_option", f"verify {what}: {text}")
-    for run in filter(rundir.is_run, map(Path, rest)):
-        given = rundir.read_run(run).get("overrides") or ()
-        own = (text for text in given if not text.startswith("hydra."))
-        again = rundir.command_on(run, "verify", what, *own)
-        text = f"verify takes what a run was made of, not its folder; of this one: {again}"
-        raise ConfigError("unsupported", f"{run}: {text}")
-    args = command_line.parse("verify", rest)
-    if hydra_flags.asked(args):
-        raise ConfigError(
-            "unsupported", "verify: --cfg, --info and --hydra-help are flags of llmexp train"
-        )
-    if args.steps is not None and args.steps < 2:
-        text = "at least 2 optimizer steps are needed; for example --steps 8"
-        raise ConfigError("out_of_range", f"--steps {args.steps}: {text}")
-    if what == "data" and (args.steps is not None or args.shrink):
-        flag = f"--steps {args.steps}" if args.steps is not None else "--shrink"
-        text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
-        raise ConfigError("idle_knob", f"{flag}: {text}")
-    return args
+    made_of = {"overrides": list(line.overrides), "steps": steps, "shrink": shrink}
+    return prove(Proof(proof, rundir.claim(wanted, fixed), config, made_of))
 
 
 @dataclass(frozen=True)
@@ -190,26 +181,3 @@ def _figure(value: float | int | str) -> str:
 def _strict(check: dict[str, Any]) -> dict[str, Any]:
     """Without nan and infinities, which JSON does not have: they become text."""
     return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in check.items()}
-
-
-def usage() -> None:
-    print(
-        "usage: llmexp verify PROOF [--steps N] [--shrink]\n                     [GROUP=OPTION "
-        "...] [KEY=VALUE ...]\n"
-    )
-    print_wrapped(
-        "Proves it for the run that these settings describe, by runs like those of llmexp train."
-    )
-    print()
-    flags = {
-        "--steps N": "optimizer steps of each run (default: as many as the proof needs)",
-        "--shrink": "2 layers, at most 64 tokens a sequence, small batches: for what is too large "
-        "here",
-    }
-    for name, text in (PROOFS | flags).items():
-        print_wrapped(f"  {name:<12}  {text}", " " * 16)
-    print()
-    print_wrapped(
-        "Exit code 0: PASS; 1: FAIL; 2: refused, or a run could not be made. The figures are in "
-        "verify.json."
-    )

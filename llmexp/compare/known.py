@@ -18,7 +18,7 @@ from llmexp.settings.commands import command_words, own_parts
 from llmexp.settings.knobs import SEED, is_record
 from llmexp.settings.labels import plural
 from llmexp.settings.values import override_value, pasteable
-from llmexp.system.text import duration
+from llmexp.system.text import columns, duration, in_lines
 
 _PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
 
@@ -62,6 +62,11 @@ class Step:
             time += f" with {duration(self.beside_s)} for the start and end of each"
         cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
         return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
+
+    def show(self) -> None:
+        """Print the step as wide as the terminal is; its command stays one line, to be copied."""
+        for line in str(self).splitlines():
+            print(line if line == self.command else in_lines(line, columns()))
 
 
 def before(r: Record) -> float:

@@ -7,8 +7,9 @@ import importlib.util
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -17,27 +18,13 @@ from hydra.errors import HydraException
 from llmexp.compose.forking import parents_in
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import as_text, key_of, parsed
+from llmexp.runs import rundir
 from llmexp.runs.rundir import built_config
+from llmexp.settings.arguments import add_arguments, annotated, kind_of_argparse
 from llmexp.settings.rules import LIBRARY_TARGET
-from llmexp.settings.values import (
-    ConfigError,
-    Parser,
-    kind_of_argparse,
-    override_value,
-    pasteable,
-    typed,
-)
+from llmexp.settings.values import ConfigError, override_value, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
-
-
-def read(command: str, about: str, table: Mapping[str, Any], arguments: Sequence[str]) -> Namespace:
-    """Return the arguments of a command that opens a run; --allow takes effect.
-
-    Raises ConfigError."""
-    epilog = "--allow PACKAGE allows the run's own parts from your package."
-    parser = Parser(f"llmexp {command}", about, table, epilog)
-    return parser.parse_intermixed_args(take_allowed(arguments))
 
 
 def allow(packages: Sequence[str]) -> None:
@@ -93,19 +80,11 @@ def _is_there(package: str) -> bool:
     return spec is not None
 
 
-SWITCH: dict[str, Any] = {"action": "store_true"}
-# Our flags beside Hydra's, by command; `llmexp COMMAND --help` says what each does.
-_FLAGS: dict[str, dict[str, Any]] = {
-    "train": {"--screen": SWITCH, "--queue": SWITCH, "--json": SWITCH},
-    "plan": {"--screen": SWITCH, "--measure": SWITCH, "--json": SWITCH},
-    "explain": {"--json": SWITCH},
-    "tokenizer": {"--vocab-size": {"type": int}, "--pattern": {"default": "gpt2"}, "--out": {}},
-    "verify": {"--steps": {"type": int}, "--shrink": SWITCH},
-}
+def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> Namespace:
+    """Return Hydra's flags, the overrides and the function's own arguments; --allow takes effect.
 
-
-def parse(command: str, arguments: Sequence[str]) -> Any:
-    """Return Hydra's flags and the overrides, after --allow was taken out. Raises ConfigError."""
+    A word of the function is the first that is no override. `line` has all of it. Raises
+    ConfigError."""
     parser = get_args_parser()
     parser.prog = f"llmexp {command}"
     parser.set_defaults(command="plan" if command == "plan" else "train")  # to print again
@@ -115,10 +94,25 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         raise ConfigError(kind_of_argparse(message), f"{message}; {way}")
 
     parser.error = unknown  # type: ignore[method-assign]
-    for flag, how in _FLAGS.get(command, {}).items():
-        parser.add_argument(flag, **how)
+    add_arguments(parser, function, words=False)
     # flags may stand between overrides
-    args = parser.parse_intermixed_args(take_allowed(arguments))
+    args = parser.parse_intermixed_args(take_allowed(words))
+    args.line, args.words = args, [word for word in words if word != "--json"]
+    own = list[str]()
+    for parameter, *_ in annotated(function):
+        if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name != "line":
+            bare = [word for word in args.overrides if "=" not in word.rstrip("=")]
+            if not bare:
+                unknown(f"the following arguments are required: {parameter.name.upper()}")
+            args.overrides.remove(bare[0])
+            own.append(bare[0].rstrip("=").lstrip("+~"))
+            setattr(args, parameter.name, own[-1])
+    for run in filter(rundir.is_run, map(Path, filter(os.path.isdir, args.overrides))):
+        made_of = rundir.read_run(run).get("overrides") or ()
+        given = (text for text in made_of if not text.startswith("hydra."))
+        again = rundir.command_on(run, command, *own, *given)
+        text = f"{command} takes what a run was made of, not its folder; of this one: {again}"
+        raise ConfigError("unsupported", f"{run}: {text}")
     for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
             name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"

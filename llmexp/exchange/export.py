@@ -146,12 +146,22 @@ class Exported:
     `size`: bytes of the weights; `padding`: the rows of the vocabulary that were left out.
     """
 
+    folder: Path
     architecture: str
     parameters: int
     step: int
     size: int
     padding: int
-    notes: list[str]
+    problems: list[str]  # what transformers may do otherwise, in words
+
+    def __str__(self) -> str:
+        size = f"{self.parameters:,} parameters, {self.size / 2**20:,.1f} MiB"
+        lines = [f"{self.folder}: {self.architecture} of step {self.step:,}, {size}"]
+        if self.padding:
+            rows = f"{self.padding:,} rows of the vocabulary behind the tokenizer's ids"
+            lines.append(f"left out: {rows} (--keep-padding writes them)")
+        use = f"transformers.AutoModelForCausalLM.from_pretrained({str(self.folder)!r})"
+        return "\n".join([*lines, f"use it: {use}"])
 
 
 def export_model(
@@ -201,7 +211,7 @@ def export_model(
         if check:
             notes += check_folder(draft, tokenizer)
     parameters = sum(math.prod(written_shape(loaded, r, form.vocabulary)) for r in rules)
-    return Exported(architecture, parameters, loaded.step, size, padding, notes)
+    return Exported(folder, architecture, parameters, loaded.step, size, padding, notes)
 
 
 def rounding(stored: torch.dtype, trained: torch.dtype) -> str:

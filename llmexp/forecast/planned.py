@@ -32,7 +32,7 @@ class Planned:
     run: Run
     config: Config
     rows: _Rows
-    whole: dict[str, Any]
+    data: dict[str, Any]  # what `llmexp plan --json` prints
     memory: Memory
     cost: Cost | None
     gpus_here: int

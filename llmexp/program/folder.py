@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmexp.program.calling import called
 from llmexp.runs import rundir
 from llmexp.runs.folder import RunFolder
 from llmexp.runs.layers import read_layers
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, nearest
+from llmexp.system.text import framed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,13 +112,15 @@ class Run:
 
         return open_run(*named_checkpoint(self._at(step)), weights).model.eval()
 
-    def sample(self, prompt: str = "", tokens: int = 200, *, step: int | None = None,
-               temperature: float = 0.8, top_k: int = 50, seed: int = 0,
-               weights: str = "model") -> str:  # fmt: skip
-        """Return a text as `llmexp sample` does."""
-        from llmexp.cli.sample import text_of
+    def sample(
+        self, prompt: str = "", tokens: int = 200, *, step: int | None = None, **how: Any
+    ) -> str:
+        """Return a text as `llmexp sample` does: `temperature`, `top_k`, `seed`, `weights`."""
+        found = called("sample")(self._at(step), prompt=prompt, tokens=tokens, **how)
+        return str(found.text)
 
-        return text_of(self._at(step), prompt, tokens, temperature, top_k, seed, weights)
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def _at(self, step: int | None) -> str:
         return str(self.path) if step is None else f"{self.path}@{step}"
@@ -131,29 +132,3 @@ def load(path: str | os.PathLike[str]) -> Run:
     rundir.check_plain(run.path)
     rundir.read_config(run.path)
     return run
-
-
-def named(run: Run | str | os.PathLike[str]) -> str:
-    """Return a run as the command line names it."""
-    return str(run.path if isinstance(run, Run) else run)
-
-
-def framed(columns: Any) -> Any:
-    """Return a data frame of pandas, else of polars. Raises ImportError without both."""
-    for name, more in (("pandas", {}), ("polars", {"strict": False})):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(name).DataFrame(columns, **more)
-    raise ImportError("a data frame needs pandas or polars: pip install pandas")
-
-
-def words_of(overrides: Sequence[str], **flags: Any) -> list[str]:
-    """Return a command's words: the overrides, and flags by name as the command line has them."""
-    if isinstance(overrides, str):
-        raise TypeError(f"a list is needed: [{overrides!r}]")
-    given = {name: value for name, value in flags.items() if value not in (None, False, ())}
-    words: list[str] = list(overrides)
-    for name, value in given.items():
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(value) if isinstance(value, (list, tuple)) else str(value))
-    return words

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, pasteable
+from llmexp.settings.values import ConfigError, choice, pasteable
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
-# Arguments of a command that takes weights of a checkpoint, and of one that takes a checkpoint.
-OF_WEIGHTS: dict[str, Any] = {
-    "--weights": {
-        "choices": WEIGHTS,
-        "default": WEIGHTS[0],
-        "help": "ema: the average that train.ema keeps; default: model, those that were trained",
-    }
-}
-OF_CHECKPOINT: dict[str, Any] = {
-    "run": ("RUN[@STEP]", "run folder; without a step its newest checkpoint"),
-    **OF_WEIGHTS,
-}
+# Arguments of commands that open a run.
+Name = Annotated[str, "RUN[@STEP]", "run folder; without a step its newest checkpoint"]
+Names = Annotated[str, "RUN[@STEP]", "more of them"]
+Weights = Annotated[
+    str,
+    choice("ema: the average that train.ema keeps; model: what was trained", " | ".join(WEIGHTS)),
+]
 
 
 def named_checkpoint(text: str) -> tuple[Path, int | None]:

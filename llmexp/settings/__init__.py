@@ -17,5 +17,6 @@ tracking   wandb's variables in the section `tracker`
 knobs      what of a config decides its result and what its work; what a resume may change
 keys       how a figure of a row is declared
 labels     short names of swept values: `accum=1 clip=0.5`
+arguments  the parser of a command, of its function's annotated arguments
 commands   commands to paste, and what installs a missing package
 """

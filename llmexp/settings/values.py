@@ -5,7 +5,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import re
@@ -13,7 +12,7 @@ import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from llmexp.settings.kinds import Kind, kind_of_error
 
@@ -29,36 +28,9 @@ class ConfigError(ValueError):
         self.kind, self.key = kind, key
 
 
-class Parser(argparse.ArgumentParser):
-    """Refuse a command line as everything else is refused, in place of ending the process.
-
-    `table`: the arguments by their names, those of several words with * or +. A text is the help of
-    a switch. A tuple: what the value is called, its help, its type or default. Else: argparse's.
-    """
-
-    def __init__(self, prog: str, about: str, table: Mapping[str, Any], end: str = "") -> None:
-        super().__init__(prog=prog, description=about, epilog=end)
-        for name, how in table.items():
-            bare = name.rstrip("*+")
-            if isinstance(how, str):
-                how = {"action": "store_true", "help": how}
-            if isinstance(how, tuple):
-                metavar, words, kind = (*how, str)[:3]
-                how = {"metavar": metavar, "help": words, "nargs": name[len(bare) :] or None}
-                how |= {"type": kind} if callable(kind) else {"type": type(kind), "default": kind}
-                how |= {"default": []} if name.endswith("*") else {}  # else one is required
-            self.add_argument(bare, **how)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(kind_of_argparse(message), f"{message}; see {self.prog} --help")
-
-
-def kind_of_argparse(message: str) -> Kind:
-    """Return the kind of what argparse refuses."""
-    if message.startswith(("unrecognized arguments", "ambiguous option")):
-        return "unknown_key"
-    lacks = message.startswith("the following arguments are required") or ": expected" in message
-    return "missing_value" if lacks else "wrong_type"
+def code_of(module: str, function: str) -> str:
+    """Return the code of a refusal, such as E-BATCH-SOLVE_BATCH for run.batch.solve_batch."""
+    return f"E-{module.rpartition('.')[2].strip('_')}-{function.strip('_')}".upper()
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
@@ -150,7 +122,9 @@ def refuse(kind: Kind, key: str, value: Any, why: str, example: Any = None) -> C
         tail = f"; for example {typed(key, example)}"
     shown = str(as_yaml(value))
     shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-    return ConfigError(kind, f"{key}={shown}: {why}{tail}", key)
+    text = f"{key}={shown}: {why}{tail}"
+    text = text.replace(f"{key}=", f"{key} ") if key[:2] == "--" else text
+    return ConfigError(kind, text, key)
 
 
 def is_ours(target: object) -> bool:

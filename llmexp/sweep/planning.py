@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from llmexp.sweep.deciding import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
+from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
 
@@ -44,6 +44,34 @@ class PlannedSweep:
     refused: list[LedgerEntry]
     knobs: Sweep
     total: dict[str, Any]
+    words: Sequence[str]  # of the command
+
+    @property
+    def exit_code(self) -> int:
+        """Return that of a refusal where train would refuse a point."""
+        return REFUSED if self.refused else DONE
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp plan -m --json` prints."""
+        pairs = zip(self.points, self.plans, strict=True)
+        rows = [
+            {"name": point.entry.name, "values": point.values, **one.data} for point, one in pairs
+        ]
+        return {"points": rows, "total": self.total, "refused": reasons(self.refused)}
+
+    def show(self) -> None:
+        """Print a row a point; a point that train would refuse has its reason instead."""
+        if self.points:
+            print_points(self.points, [cells(one) for one in self.plans], self.knobs.twins)
+            if total := in_all(self.total, self.knobs):
+                print(fitted(total), flush=True)
+            if "sweep.decide" in self.total:
+                words = seeds_in_words(self.total["sweep.decide"], self.knobs)
+                print(fitted(words), flush=True)
+            warn_of_budgets([p.spent for p in self.points], self.knobs, self.words)
+        for line in reasons(self.refused):
+            print(redacted(f"refused: {line}"), file=sys.stderr)
 
 
 def plan_points(
@@ -52,6 +80,7 @@ def plan_points(
     knobs: Sweep,
     seeds: Sequence[int],
     plan: Callable[[Config, str], Planned],
+    words: Sequence[str],
 ) -> PlannedSweep:
     """Plan the points; those that train would refuse join `refused`.
 
@@ -76,7 +105,7 @@ def plan_points(
         refuse_undecidable(knobs, seeds, able)
     if knobs.decide and able[1:]:
         total["sweep.decide"] = of_seeds(total, len(able), knobs)
-    return PlannedSweep(able, plans, refused, knobs, total)
+    return PlannedSweep(able, plans, refused, knobs, total, words)
 
 
 def of_seeds(total: Mapping[str, Any], count: int, knobs: Sweep) -> dict[str, Any]:
@@ -116,32 +145,6 @@ def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
         f"sweep.decide: {words('least')} at least, {words('most')} at most{within}; about "
         f"{words('expected')} where the settings lie evenly over 4 standard deviations of a seed"
     )
-
-
-def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool) -> int:
-    """Print a row a point, or JSON; a point that would be refused has its reason instead.
-
-    Exit code 2 if there is one.
-    """
-    able, refused, knobs = sweep.points, sweep.refused, sweep.knobs
-    if as_json:
-        pairs = zip(able, sweep.plans, strict=True)
-        rows = [
-            {"name": point.entry.name, "values": point.values, **one.whole} for point, one in pairs
-        ]
-        answer = {"points": rows, "total": sweep.total, "refused": reasons(refused)}
-        print(json.dumps(answer, indent=2, allow_nan=False))
-        return 2 if refused else 0
-    if able:
-        print_points(able, [cells(one) for one in sweep.plans], knobs.twins)
-        if total := in_all(sweep.total, knobs):
-            print(fitted(total), flush=True)
-        if "sweep.decide" in sweep.total:
-            print(fitted(seeds_in_words(sweep.total["sweep.decide"], knobs)), flush=True)
-        warn_of_budgets([p.spent for p in able], knobs, arguments)
-    for line in reasons(refused):
-        print(redacted(f"refused: {line}"), file=sys.stderr)
-    return 2 if refused else 0
 
 
 def cells(planned: Planned) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Note = tuple[str, str]  # of an answer: its name and the facts
@@ -179,6 +181,35 @@ def aligned(rows: Sequence[Sequence[str]], left: int, width: int | None = None) 
         most = max(12, width - sum(w + 2 for w in others))
         rows = [(_without_middle(name, most), *rest) for name, *rest in rows]
     return "\n".join("  ".join(cells).rstrip() for cells in padded_cells(rows, range(left)))
+
+
+def tabled(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], left: int = 1, absent: str = ""
+) -> str:
+    """Return rows as aligned columns: the title of each, and how its cell is made, as "{loss:.4f}".
+
+    A cell of what a row lacks is `absent`; a column of them alone is left out.
+    """
+    cells = [
+        [title, *(_cell(form, row, absent) for row in rows)] for title, form in columns.items()
+    ]
+    kept = [column for column in cells if set(column[1:]) - {absent}]
+    return aligned([*zip(*kept, strict=True)], left)
+
+
+def _cell(form: str, row: Mapping[str, Any], absent: str) -> str:
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):  # None has no format
+        return absent
+
+
+def framed(columns: Any) -> Any:
+    """Return a data frame of pandas, else of polars. Raises ImportError without both."""
+    for name, more in (("pandas", {}), ("polars", {"strict": False})):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name).DataFrame(columns, **more)
+    raise ImportError("a data frame needs pandas or polars: pip install pandas")
 
 
 def padded_cells(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[list[str]]:

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from llmexp.settings.arguments import Parser, call
 from llmexp.settings.commands import need_package
-from llmexp.settings.values import Parser
+from llmexp.settings.values import choice
 from llmexp.system.text import one_line
 
 HubRow = Mapping[str, Any]
@@ -89,6 +90,9 @@ SOURCES = {
 }
 
 
+_Name = Annotated[str, choice("name of a set", " | ".join(SOURCES))]
+
+
 def request_file(source: HubSet, rows: Iterable[HubRow]) -> str:
     """Return a request file."""
     found = []
@@ -99,21 +103,14 @@ def request_file(source: HubSet, rows: Iterable[HubRow]) -> str:
     return "".join(found)
 
 
-def main(arguments: list[str]) -> int:
-    table = {
-        "names": {"nargs": "+", "choices": SOURCES, "metavar": "NAME"},
-        "--to": {"type": Path, "required": True, "help": "folder of the files"},
-    }
-    text = "Make request files for --tasks and train.tasks from sets of the hub."
-    known = f"Known: {', '.join(SOURCES)}."
-    parser = Parser("python -m llmexp.tasks.make", text, table, known)
-    try:
-        args = parser.parse_args(arguments)
-        datasets = need_package("datasets", args.names[0], "making request files")
-    except ValueError as error:
-        print(f"llmexp: {error}", file=sys.stderr)
-        return 2
-    for name in args.names:
+def make(
+    first: _Name,
+    *names: _Name,
+    to: Annotated[Path, "FOLDER", "folder of the files"],
+) -> int:
+    """Make request files for --tasks and train.tasks from sets of the hub."""
+    datasets = need_package("datasets", first, "making request files")
+    for name in (first, *names):
         source = SOURCES[name]
         try:
             text = request_file(
@@ -123,11 +120,20 @@ def main(arguments: list[str]) -> int:
             reason = one_line(str(error))
             print(f"llmexp: {source.path} cannot be read: {reason}", file=sys.stderr)
             return 2
-        args.to.mkdir(parents=True, exist_ok=True)
-        path = args.to / f"{name}.jsonl"
+        to.mkdir(parents=True, exist_ok=True)
+        path = to / f"{name}.jsonl"
         path.write_text(text, encoding="utf-8")
         print(f"{path}: {text.count(chr(10)):,} items")
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run it as a command; return the exit code."""
+    try:
+        return int(call(make, Parser("python -m llmexp.tasks.make", make).parse_args(arguments)))
+    except ValueError as error:
+        print(f"llmexp: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from llmexp.runs.folder import RunFolder, clean_name
 from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
 from llmexp.settings.commands import command
 from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, Parser
+from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
 from llmexp.tracker.answer import SweepAnswer, send_answer
@@ -31,47 +30,41 @@ from llmexp.tracker.fields import (
     upload_is_pending,
 )
 from llmexp.tracker.mirror import TrackerError, upload
-from llmexp.tracker.stores import STORES, End, check_stores
+from llmexp.tracker.stores import End, check_stores
 from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
-_ARGUMENTS = {
-    "paths+": ("PATH", "run or sweep folders; globs in quotes work too"),
-    "--dry-run": "say what would be sent; asks no server",
-    "--anew": "upload to new runs: the old ones were deleted, or differ from the records",
-    "--answer": "then also the answer of each sweep, in the place of an earlier one",
-    "--to": ("TRACKER", f"wandb (default), {', '.join(STORES)}", "wandb"),
-}
 
 
-def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
-    """Upload what the tracker's server does not have yet.
+def sync(
+    paths: Sequence[str],
+    to: str,
+    answer_of: Callable[[Path], SweepAnswer],
+    *,
+    dry_run: bool = False,
+    anew: bool = False,
+    answer: bool = False,
+) -> int:
+    """Upload what the server of a tracker does not have yet: see `llmexp sync --help`.
 
     `answer_of` finds the answer of a sweep. Return exit code 1 when something stayed behind.
     """
-    text = (
-        "Upload runs and sweeps to a tracker from their own records. What is there is not sent "
-        "again."
-    )
-    args = Parser("llmexp sync", text, _ARGUMENTS).parse_args(arguments)
-    runs = find_runs(args.paths)
-    if args.to != "wandb":
-        check_stores([args.to], "--to")
-        if args.anew or args.dry_run or args.answer:
+    runs = find_runs(paths)
+    if to != "wandb":
+        check_stores([to], "--to")
+        if anew or dry_run or answer:
             raise ConfigError(
-                "conflict", f"--to {args.to}: has neither --anew nor --dry-run nor --answer"
+                "conflict", f"--to {to}: has neither --anew nor --dry-run nor --answer"
             )
-        return upload_all(runs, False, args.to)
+        return upload_all(runs, False, to)
     sweeps = [s for s in dict.fromkeys(run.parent for run in runs) if ledger.is_sweep(s)]
-    if args.answer and not sweeps:
+    if answer and not sweeps:
         example = "llmexp sync --answer outputs/default/2030-01-01_12-00-00"
-        raise ConfigError(
-            "not_a_run", f"--answer {args.paths[0]}: is no sweep; for example {example}"
-        )
-    sweeps = [s for s in sweeps if args.answer or upload_is_pending(s)]
-    if args.dry_run:
-        code = max([_take(run, args.anew, dry=True) for run in runs])
+        raise ConfigError("not_a_run", f"--answer {paths[0]}: is no sweep; for example {example}")
+    sweeps = [s for s in sweeps if answer or upload_is_pending(s)]
+    if dry_run:
+        code = max([_take(run, anew, dry=True) for run in runs])
         for sweep in sweeps:
             print(f"{clean_name(sweep)}: its answer")
         return code
@@ -79,19 +72,21 @@ def sync(arguments: list[str], answer_of: Callable[[Path], SweepAnswer]) -> int:
         names = ", ".join(unused)
         print(f"{names}: not used here; names and ids are those of the runs' own records")
     check_login()
-    code = upload_all(runs, args.anew)
-    behind = [sweep for sweep in sweeps if not upload_answer(sweep, answer_of, args)]
+    code = upload_all(runs, anew)
+    behind = [sweep for sweep in sweeps if not upload_answer(sweep, answer_of, anew, answer)]
     return INCOMPLETE if behind else code
 
 
-def upload_answer(sweep: Path, answer_of: Callable[[Path], SweepAnswer], args: Namespace) -> bool:
+def upload_answer(
+    sweep: Path, answer_of: Callable[[Path], SweepAnswer], anew: bool, asked: bool
+) -> bool:
     """Upload the answer of a sweep, print its lines, and return whether all is there."""
     lines, complete = list[str](), True
     try:
-        lines.append(f"answer: {send_answer(Wandb(), answer_of(sweep), sweep, args.anew)}")
+        lines.append(f"answer: {send_answer(Wandb(), answer_of(sweep), sweep, anew)}")
         if is_installed():
             lines.append(f"workspace: {workspace(sweep)}")
-        elif args.answer:
+        elif asked:
             lines.append(MISSING)
     except Exception as error:  # the runs are there, whatever became of their comparison
         why = error if isinstance(error, TrackerError) else one_line(error)

@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from llmexp.__main__ import run
 from llmexp.cli import explain
 from llmexp.cli.explain import DERIVED
-from llmexp.compose import app, command_line
+from llmexp.cli.running import function_of, read_line
+from llmexp.compose import app
 from llmexp.compose.origin import layers
 from llmexp.run import Run
 from llmexp.run.layout import Layout
@@ -160,7 +161,9 @@ def test_sections_figures_of_rows_and_keys_that_end_a_run():
     assert ends["affects"].startswith("when a run stops before its end")
     assert (sources["value"], sources["history"][0]["from"]) == ({}, "conf/data/corpus.yaml")
     given = "data.sources={a: {files: [x.txt], weight: 2}}"
-    (section,) = told(command_line.parse("plan", ["data=corpus", given]).overrides, "data.sources")
+    (section,) = told(
+        read_line("plan", function_of("plan"), ["data=corpus", given]).overrides, "data.sources"
+    )
     found = {k["key"]: k["value"] for k in section["knobs"]}
     assert found == {"data.sources.a.files": ["x.txt"], "data.sources.a.weight": 2}
 

@@ -9,8 +9,8 @@ import lzma
 
 import pytest
 
-from llmexp.cli.prepare import main
 from llmexp.cli.preparing import build_prepare, part_of
+from llmexp.cli.running import run_command
 from llmexp.settings.values import ConfigError
 from tests.conftest import llmexp
 from tests.data.test_corpus import tree
@@ -37,7 +37,7 @@ def test_a_folder_of_many_kinds_with_the_text_inside_of_objects(tmp_path, monkey
     feather.write_feather(pyarrow.Table.from_pylist(records), str(tmp_path / "web/c.feather"))
     (tmp_path / "web/.hidden").write_bytes(b"\0")
     given = ["data=corpus", "data.sources.web.files=web", "data.sources.web.text_key=content.body"]
-    assert main([*given, "data.cache_dir=cache", "batch.sequence_length=12"]) == 0
+    assert run_command("prepare", [*given, "data.cache_dir=cache", "batch.sequence_length=12"]) == 0
     row = capsys.readouterr().out.splitlines()[2].split()
     size = sum(len(record["content"]["body"]) + 1 for record in records)
     assert row[:5] == ["web", "train", "3", "27", str(3 * size)]
@@ -46,7 +46,7 @@ def test_a_folder_of_many_kinds_with_the_text_inside_of_objects(tmp_path, monkey
 def test_a_missing_ray_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"prepare.on=ray: .* pip install 'llmexp\[ray\]'"):
-        main([*CORPUS, "prepare.on=ray"])
+        run_command("prepare", [*CORPUS, "prepare.on=ray"])
 
 
 @pytest.mark.fresh
@@ -61,5 +61,5 @@ def test_parts_as_tasks_of_ray(tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "train 53,020 tokens, validation 0 tokens"
     monkeypatch.chdir(tmp_path)
-    assert main([*CORPUS, "data.cache_dir=here"]) == 0
+    assert run_command("prepare", [*CORPUS, "data.cache_dir=here"]) == 0
     assert tree(tmp_path / "ray" / "corpus") == tree(tmp_path / "here" / "corpus")

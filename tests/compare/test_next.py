@@ -176,7 +176,7 @@ def test_the_command_prints_what_python_returns(tmp_path, capfd, monkeypatch):
     narrow, *rest = run_here(capfd, "next", str(path)).out.splitlines()
     assert (narrow, " ".join(rest)) == (first, f"{cost} {why}")
     assert max(map(len, rest)) <= 40
-    schema = json.loads((ROOT / "llmexp/schema-1.json").read_text())["$defs"]["next"]
+    schema = json.loads((ROOT / "llmexp/schema-2.json").read_text())["$defs"]["next"]
     own = {"confirm_search": "confirm", "confirm_screen": "screen"}
     rules = (rule.__name__ for rule in NEXT_RULES if rule is not compared)
     names = {own.get(name, name) for name in rules} | {"nothing", "wait", "rung"}

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import settings as sampled
 from hypothesis import strategies as st
 
+from llmexp.cli.compare import Answer
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import mirrored, page, sections
 from llmexp.compare.records import Result, difference
 from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown
-from llmexp.program.judging import Answer
 from llmexp.system.text import amount
 from tests.compare.made import trained
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmexp.cli.compare import Answer
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import page
-from llmexp.program.judging import Answer
 from llmexp.runs.ledger import Look
 from tests.compare.made import trained
 from tests.compare.pages import Outline

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from llmexp.__main__ import run as command
-from llmexp.cli import evaluate
+from llmexp.cli import running
 from llmexp.mesh import ranks
 from llmexp.metrics.ratio import ratio
 from llmexp.system.child import FAILED, PASSED_ON, STOP_SIGNALS, signals_held
@@ -160,7 +160,7 @@ def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypat
     held: set[int] = set(STOP_SIGNALS)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(
-        evaluate, "evaluated", lambda args: held.intersection_update(signal.pthread_sigmask(0, ()))
+        running, "call", lambda *_: held.intersection_update(signal.pthread_sigmask(0, ()))
     )
     with signals_held():
         ranks = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]

@@ -82,7 +82,7 @@ def test_the_page_fits_a_desk_and_a_phone(show, tmp_path, scheme):
     paths = [csv_of(tmp_path / f"{name}.csv", ladder(H, 4, 6, 0.003, seed).points)
              for seed, name in enumerate(("adamw", "muon"), 1)]  # fmt: skip
     where = tmp_path / "laws.html"
-    given = [*map(str, paths), "--predict", "1e22", "--html", str(where)]
+    given = [*map(str, paths), "--predict", "1e22", "--out", str(where)]
     assert command(["fit", *given]) == 0
     tab = show(where, 1400, scheme)
     fits(tab, cut=True)  # texts of contours may be

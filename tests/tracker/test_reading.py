@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmexp.program.judging import compare
+from llmexp import compare
 from llmexp.settings.values import ConfigError
 from tests.conftest import HANG_S, Result, llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb

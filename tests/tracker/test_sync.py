@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp.cli.sync import main
+from llmexp.cli.running import run_command
 from llmexp.runs import rundir
 from llmexp.runs.find import find
 from llmexp.runs.rows import rows_up_to
@@ -68,7 +68,7 @@ def llmexp(
 
 
 def dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = main(["--dry-run", str(run)])
+    code = run_command("sync", ["--dry-run", str(run)])
     (line,) = capsys.readouterr().out.splitlines()
     return code, line
 
@@ -216,7 +216,7 @@ def test_runs_are_found_once_wherever_they_lie(tmp_path, monkeypatch, capsys) ->
     assert find_runs([str(points[1]), str(sweep), str(sweep / "*")]) == points[::-1]
     assert find_runs([str(outputs)]) == find_runs([str(outputs / "gpt")]) == [alone, *points]
     assert [run for run, _ in find([outputs])[0]] == [alone, *points]
-    assert main(["--dry-run", str(outputs)]) == 0
+    assert run_command("sync", ["--dry-run", str(outputs)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     monkeypatch.chdir(alone)
     assert dry_run(Path(), capsys)[1].startswith("3-alone: 1 row")
@@ -246,7 +246,7 @@ def test_damaged_records_are_one_line(
 ) -> None:
     bad, good = make_run(tmp_path / "0-bad", 3), make_run(tmp_path / "1-good", 3)
     (bad / name).write_text(text)
-    assert main(["--dry-run", str(bad), str(good)]) == 1
+    assert run_command("sync", ["--dry-run", str(bad), str(good)]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("0-bad: cannot be uploaded: ")
     assert expected in first

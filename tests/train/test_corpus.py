@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.cli.prepare import main
+from llmexp.cli.running import run_command
 from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import cut_after
@@ -47,7 +47,7 @@ def one(files, tmp_path_factory) -> Result:
 
 
 def test_the_start_and_prepare_warn_of_documents_in_training_and_validation(one, files, capsys):
-    assert main([*TINY, *settings(files)]) == 0
+    assert run_command("prepare", [*TINY, *settings(files)]) == 0
     for printed in (one.out, capsys.readouterr().out):
         (text,) = re.findall(r"warning:? +(the validation set .*?;)", " ".join(printed.split()))
         assert text == (

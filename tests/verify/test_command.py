@@ -29,13 +29,6 @@ from tests.tools import wait_for
 BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "precision=fp64"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["geometry", "-h"]])
-def test_usage_fits_a_narrow_terminal(monkeypatch, capsys, words, arguments):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert run(["verify", *arguments]) == 0
-    words("verify/usage", capsys.readouterr().out)
-
-
 @pytest.fixture
 def proof(tmp_path, monkeypatch):
     """A proof that finds what a test gives it."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmexp.compose import app, command_line
+from llmexp.cli.running import function_of, read_line
+from llmexp.compose import app
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
@@ -26,7 +27,7 @@ MUP = ["model.parametrization=mup", "model.base_width=16"]
 
 
 def config_of(*overrides: str) -> Any:
-    args = command_line.parse("verify", [*overrides])
+    args = read_line("verify", function_of("verify"), ["transfer", *overrides])
     with app.composed(args, "verify") as (cfg, _several):
         return app.typed_config(cfg)
 

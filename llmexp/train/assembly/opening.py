@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +71,24 @@ def _shared(model: nn.Module, joined: mesh.Mesh) -> SummedLoss:
     return loss
 
 
-def join_ranks(config: Config) -> mesh.Mesh:
-    """Return this process's place among the ranks that share a model. Raises ConfigError."""
+@contextmanager
+def joined_to(config: Config, several: bool) -> Iterator[mesh.Mesh | None]:
+    """Join the ranks that share a model, if there are `several`. Raises ConfigError.
+
+    The caller gives up the model before the end, or gloo may abort at exit.
+    """
+    if not several:
+        yield None
+        return
     p = config.parallelism
     layout = solve_layout(p, p.nproc_per_node or 1)
     try:
-        return mesh.join(device_of(config), p.kind, *layout.sizes, backend=p.backend)
+        joined = mesh.join(device_of(config), p.kind, *layout.sizes, backend=p.backend)
     except ValueError as error:
         raise ConfigError(kind_of_error(error, "wrong_ranks"), f"parallelism: {error}") from None
+    yield joined
+    gc.collect()
+    mesh.leave(joined)
 
 
 def device_of(config: Config) -> str:
