@@ -30,8 +30,8 @@ COMMON = [
     "model=moe_tiny", "data=synthetic", "precision=fp32", "tracker=none", "train.sample_tokens=0",
     "train.device=cpu",
 ]  # fmt: skip
-# 2 experts of 192, and the router's 8 rows, in three matrices of 128
-DENSE = ["model.n_experts=0", "model.d_ff=387"]
+# 2 experts of 256, and the router's 8 rows, in three matrices of 128
+DENSE = ["model.n_experts=0", "model.d_expert=null", "model.d_ff=515"]
 
 
 def steps_of(*overrides: str) -> tuple[Callable[[], float], int]:

@@ -9,7 +9,7 @@ a token is sent to, m places (n x k), d model width, f width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,19 +129,14 @@ class Experts(nn.Module):
         x_btd = autocast_dtype(x_btd)
         if self.over_width is not None:
             x_btd, weights_btk = self.over_width[0](x_btd, weights_btk)
-        k, chosen_m = self.routing.per_token, chosen_btk.flatten()
+        chosen_m = chosen_btk.flatten()
         order_m = chosen_m.argsort(stable=True)
-        places_m = torch.arange(len(order_m), device=order_m.device)
-        back_m = torch.empty_like(order_m).scatter_(0, order_m, places_m)
         experts_e = torch.arange(self.routing.n_experts, device=order_m.device)
         ends_e = torch.searchsorted(chosen_m[order_m], experts_e, right=True, out_int32=True)
-        x_md = _Moved.apply(x_btd.flatten(0, 1), order_m, back_m, k)
         projections = (self.gate_proj, self.up_proj, self.down_proj)
-        gate, up, down = (autocast_dtype(_own(one.weight)) for one in projections)
-        h_mf = F.silu(_Grouped.apply(x_md, gate, ends_e)) * _Grouped.apply(x_md, up, ends_e)
-        y_md = _Moved.apply(_Grouped.apply(h_mf, down, ends_e), back_m, order_m, 1)
-        y_btkd = y_md.view(*chosen_btk.shape, -1)
-        y_btd = (y_btkd * weights_btk[..., None]).sum(2).to(y_md.dtype)
+        own = (autocast_dtype(_own(one.weight)) for one in projections)
+        y_nd = _Sent.apply(x_btd.flatten(0, 1), weights_btk.flatten(0, 1), *own, order_m, ends_e)
+        y_btd = y_nd.view(x_btd.shape)
         return y_btd if self.over_width is None else self.over_width[1](y_btd)
 
     def _judge(self, logits_bte: Tensor, scores_bte: Tensor, chosen_btk: Tensor) -> None:
@@ -177,91 +172,120 @@ def _own(weight: Any) -> Tensor:
     return found
 
 
-class _Moved(torch.autograd.Function):
-    """Rows in another order, each `times` as often; without additions in any order."""
+class _Sent(torch.autograd.Function):
+    """`sent` as a differentiable function; what is saved is without the outputs of experts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order_m: Tensor, back_m: Tensor, times: int) -> Tensor:
-        ctx.save_for_backward(back_m)
-        ctx.times = times
-        return x[order_m if times == 1 else order_m // times]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (back_m,) = ctx.saved_tensors
-        found = gradients[0][back_m]
-        if ctx.times > 1:
-            found = found.view(-1, ctx.times, found.shape[-1]).sum(1)
-        return found, None, None, None
-
-
-class _Grouped(torch.autograd.Function):
-    """Rows (m, d) that are sorted by expert, times the transpose of the matrix (f, d) of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x_md: Tensor, weight_efd: Tensor, ends_e: Tensor) -> Tensor:
-        ctx.save_for_backward(x_md, weight_efd, ends_e)
-        return grouped(x_md, weight_efd, ends_e)
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        out_nd, gate_mf, up_mf = sent(*given)
+        ctx.save_for_backward(*given, gate_mf, up_mf)
+        return out_nd
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_md, weight_efd, ends_e = ctx.saved_tensors
-        gradient_mf = gradients[0].contiguous()
-        x_gradient = weight_gradient = None
-        if ctx.needs_input_grad[0]:
-            x_gradient = grouped(gradient_mf, weight_efd.transpose(1, 2), ends_e)
-        if ctx.needs_input_grad[1]:
-            weight_gradient = grouped_outer(gradient_mf, x_md, ends_e)
-        return x_gradient, weight_gradient, None
+        return *sent_backward(gradients[0], *ctx.saved_tensors), None, None
 
 
-def _in_one_kernel(*operands: Tensor) -> bool:
-    """Return whether torch's grouped products take the operands: bf16 in rows of 16 bytes."""
-    fits = all(x.dtype == torch.bfloat16 and x.is_cuda for x in operands)
-    return fits and all(n % 8 == 0 for x in operands for n in x.shape[-2 + (x.ndim < 3) :])
+Product = Callable[..., Tensor]  # of two operands, written to `out`
 
 
-@torch.library.custom_op("llmexp::grouped", mutates_args=())
-def grouped(x_md: Tensor, weight_efd: Tensor, ends_e: Tensor) -> Tensor:
-    """Return (m, f): rows, sorted by expert, times the transpose of the expert's matrix.
+def _parts(like: Tensor, gate_efd: Tensor, ends_e: Tensor) -> Iterator[tuple[slice, Any, Product]]:
+    """Yield sorted rows, the experts that they go to, and the product of both.
 
-    `ends_e`: where the rows of each expert end. 16-bit products on a CPU are made in fp32: oneDNN
-    would compile them anew for each number of rows.
+    These are all at once where `in_one_kernel` says so. Else they are one expert after the other:
+    what is made for it stays in the cache of a CPU.
     """
-    if _in_one_kernel(x_md, weight_efd):
-        return F.grouped_mm(x_md, weight_efd.transpose(1, 2), offs=ends_e)
-    x, weight = _exact(x_md), _exact(weight_efd)
-    out, start = x.new_empty(len(x), weight.shape[1]), 0
-    for number, end in enumerate(ends_e.tolist()):
-        if end > start:
-            torch.mm(x[start:end], weight[number].T, out=out[start:end])
+    if in_one_kernel(like, gate_efd):
+        yield slice(None), slice(None), lambda a, b, out: out.copy_(F.grouped_mm(a, b, offs=ends_e))
+        return
+    start, product = 0, _rounded if like.dtype.itemsize == 2 and not like.is_cuda else torch.mm
+    for expert, end in enumerate(ends_e.tolist()):
+        yield slice(start, end), expert, product
         start = end
-    return out.to(x_md.dtype)
 
 
-@torch.library.custom_op("llmexp::grouped_outer", mutates_args=())
-def grouped_outer(y_mf: Tensor, x_md: Tensor, ends_e: Tensor) -> Tensor:
-    """Return (e, f, d): of each expert the sum of the outer products of its rows; 0 for none."""
-    if _in_one_kernel(y_mf, x_md):
-        return F.grouped_mm(y_mf.T, x_md, offs=ends_e)
-    x, y = _exact(x_md), _exact(y_mf)
-    out, start = x.new_zeros(len(ends_e), y.shape[1], x.shape[1]), 0
-    for number, end in enumerate(ends_e.tolist()):
-        if end > start:
-            torch.mm(y[start:end].T, x[start:end], out=out[number])
-        start = end
-    return out.to(x_md.dtype)
+def in_one_kernel(like: Tensor, gate_efd: Tensor) -> bool:
+    """Return whether torch's grouped products take all experts: bf16 in rows of 16 bytes."""
+    aligned = not any(size % 8 for size in gate_efd.shape[1:])
+    return like.is_cuda and like.dtype == torch.bfloat16 and aligned
 
 
-def _exact(x: Tensor) -> Tensor:
-    return x.float() if x.element_size() == 2 and x.device.type == "cpu" else x
+def _rounded(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Return a product in 16 bits: oneDNN would compile it again for each number of rows."""
+    return out.copy_(a.float() @ b.float())
 
 
-@grouped.register_fake
-def _(x_md: Tensor, weight_efd: Tensor, ends_e: Tensor) -> Tensor:
-    return x_md.new_empty(len(x_md), weight_efd.shape[1])
+@torch.library.custom_op("llmexp::sent", mutates_args=())
+def sent(
+    x_nd: Tensor,
+    weights_nk: Tensor,
+    gate_efd: Tensor,
+    up_efd: Tensor,
+    down_edf: Tensor,
+    order_m: Tensor,
+    ends_e: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of the experts' outputs for each token, and their gate and up projections.
+
+    `order_m`: places of tokens (n x k) in the order of experts, `ends_e`: where those of each end.
+    """
+    k, m = weights_nk.shape[1], len(order_m)
+    tokens_m, weights_m1 = order_m // k, weights_nk.flatten()[order_m, None]
+    gate_mf, up_mf = (x_nd.new_empty(m, gate_efd.shape[1]) for _ in range(2))
+    weighted_md = weights_nk.new_empty(m, x_nd.shape[1])
+    for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
+        x = x_nd[tokens_m[rows]]
+        gate = product(x, gate_efd[expert].mT, out=gate_mf[rows])
+        up = product(x, up_efd[expert].mT, out=up_mf[rows])
+        y = product(F.silu(gate).mul_(up), down_edf[expert].mT, out=x)
+        weighted_md.index_copy_(0, order_m[rows], y * weights_m1[rows])
+    return weighted_md.view(-1, k, x_nd.shape[1]).sum(1).to(x_nd.dtype), gate_mf, up_mf
 
 
-@grouped_outer.register_fake
-def _(y_mf: Tensor, x_md: Tensor, ends_e: Tensor) -> Tensor:
-    return x_md.new_empty(len(ends_e), y_mf.shape[1], x_md.shape[1])
+@torch.library.custom_op("llmexp::sent_backward", mutates_args=())
+def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
+    gradient_nd: Tensor,
+    x_nd: Tensor,
+    weights_nk: Tensor,
+    gate_efd: Tensor,
+    up_efd: Tensor,
+    down_edf: Tensor,
+    order_m: Tensor,
+    ends_e: Tensor,
+    gate_mf: Tensor,
+    up_mf: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by tokens, weights and the three stacks of matrices; 0 without rows."""
+    k, m = weights_nk.shape[1], len(order_m)
+    tokens_m, weights_m1 = order_m // k, weights_nk.flatten()[order_m, None].to(x_nd.dtype)
+    of_gate, of_up, of_down = map(torch.empty_like, (gate_efd, up_efd, down_edf))
+    of_x_md, of_weights_m = x_nd.new_empty(m, x_nd.shape[1]), weights_nk.new_empty(m)
+    for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
+        x, gradient = x_nd[tokens_m[rows]], gradient_nd[tokens_m[rows]]
+        gate, up, weight = gate_mf[rows], up_mf[rows], weights_m1[rows]
+        silu = F.silu(gate)
+        h, of_h = silu * up, product(gradient, down_edf[expert], out=torch.empty_like(gate))
+        of_weights_m[rows] = (of_h * h).sum(-1, dtype=weights_nk.dtype)
+        product(gradient.mul_(weight).mT, h, out=of_down[expert])
+        of_h.mul_(weight)
+        of_gate_rows = torch.ops.aten.silu_backward(of_h * up, gate)
+        of_up_rows = of_h.mul_(silu)
+        product(of_gate_rows.mT, x, out=of_gate[expert])
+        product(of_up_rows.mT, x, out=of_up[expert])
+        of_x = product(of_gate_rows, gate_efd[expert], out=gradient)
+        of_x.add_(product(of_up_rows, up_efd[expert], out=x))
+        of_x_md.index_copy_(0, order_m[rows], of_x)
+    of_x_nd = of_x_md.view(-1, k, x_nd.shape[1]).sum(1)
+    of_weights_m = torch.empty_like(of_weights_m).index_copy_(0, order_m, of_weights_m)
+    return of_x_nd, of_weights_m.view_as(weights_nk), of_gate, of_up, of_down
+
+
+@sent.register_fake
+def _(x_nd: Tensor, weights_nk: Tensor, gate_efd: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    made = (x_nd.new_empty(weights_nk.numel(), gate_efd.shape[1]) for _ in range(2))
+    return torch.empty_like(x_nd), *made
+
+
+@sent_backward.register_fake
+def _(gradient_nd: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, given[:5]))

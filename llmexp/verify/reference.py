@@ -34,7 +34,7 @@ from llmexp.update import faces
 from llmexp.update.optim import set_rate
 
 MATMUL = re.compile(
-    r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|^grouped|scaled_dot_product|convolution|linear"
+    r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|^sent|scaled_dot_product|convolution|linear"
 )
 # of one forward and backward pass; sums over passes are exact, so this bounds memory alone
 PASS_TOKENS = 1024

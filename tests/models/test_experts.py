@@ -190,20 +190,51 @@ def test_what_experts_cannot_be_with_is_refused(more: dict[str, Any], key: str) 
     assert refused.value.key == key
 
 
-def test_products_of_16_bits_are_rounded_once() -> None:
+def test_16_bits_are_as_exact_as_they_can_be_and_plans_know_the_shapes() -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(9, 8).bfloat16(), torch.randn(3, 5, 8).bfloat16()
-    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
-    found = experts.grouped(x, weight, ends)
-    want = torch.cat((x[:4].double() @ weight[0].double().T, x[4:].double() @ weight[2].double().T))
-    assert torch.equal(found, want.bfloat16())
-    outer = experts.grouped_outer(found, x, ends)
-    assert outer.dtype == torch.bfloat16
-    assert not outer[1].any()
+    order, ends = torch.randperm(12), torch.tensor([4, 4, 12], dtype=torch.int32)
+    given = [torch.randn(size) for size in ((6, 8), (6, 2), (3, 5, 8), (3, 5, 8), (3, 8, 5))]
+    low = [given[0].bfloat16(), given[1], *(t.bfloat16() for t in given[2:]), order, ends]
+    exact = [t.double() for t in low[:5]] + low[5:]
+    gradient = torch.randn(6, 8).bfloat16()
+    for values in (low, exact):
+        made = experts.sent(*values)
+        back = experts.sent_backward(gradient.to(values[0].dtype), *values, *made[1:])
+        assert not any(stack[1].any() for stack in back[2:])  # an expert without tokens
+        if values is low:
+            found = [*made, *back]
+    for one, want in zip(found, [*made, *back], strict=True):
+        # about five roundings of 2^-9, of terms that may cancel
+        assert (one.double() - want).norm() <= 0.02 * want.norm()
     with FakeTensorMode() as fake:
-        given = [fake.from_tensor(t) for t in (x, weight, ends)]
-        assert experts.grouped(*given).shape == (9, 5)
-        assert experts.grouped_outer(given[0], given[0], given[2]).shape == (3, 8, 8)
+        plans = [fake.from_tensor(t) for t in low]
+        made = experts.sent(*plans)
+        back = experts.sent_backward(fake.from_tensor(gradient), *plans, *made[1:])
+    for one, planned in zip(found, [*made, *back], strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (
+            planned.shape, planned.dtype, planned.stride()
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_experts_at_once_are_one_after_the_other(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of CUDA, on what torch's grouped products do on a CPU."""
+    torch.manual_seed(2)
+    order, ends = torch.randperm(24), torch.tensor([9, 9, 16, 24], dtype=torch.int32)
+    sizes = ((12, 16), (12, 2), (4, 8, 16), (4, 8, 16), (4, 16, 8))
+    x, weights, *stacks = (torch.randn(size) for size in sizes)
+    given = [x.to(dtype), weights, *(stack.to(dtype) for stack in stacks), order, ends]
+    found = []
+    for at_once in (False, True):
+        monkeypatch.setattr(experts, "in_one_kernel", lambda *_, own=at_once: own)
+        made = experts.sent(*given)
+        found.append([*made, *experts.sent_backward(torch.ones_like(given[0]), *given, *made[1:])])
+    assert not found[1][5][1].any()  # an expert without tokens
+    for one, other in zip(*found, strict=True):
+        limit = (2**-6 if dtype == torch.bfloat16 else 1e-5) * float(other.float().norm())
+        assert (one.float() - other.float()).norm() <= limit
 
 
 def test_first_weights_are_those_of_other_matrices() -> None:
