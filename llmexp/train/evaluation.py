@@ -70,7 +70,8 @@ def evaluate_stream(
     if not targets:
         return {}
     if not math.isfinite(nll):
-        raise TrainingFailed(f"the validation loss is not finite; {COMES_AGAIN}")
+        text = f"the validation loss is not finite; {COMES_AGAIN}"
+        raise TrainingFailed(text, "not_finite")
     found = {f"{name}/loss": nll / targets}
     if nll / targets < 700:  # beyond that exp overflows
         found[f"{name}/ppl"] = math.exp(nll / targets)

@@ -16,6 +16,7 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
+from llmexp.settings.kinds import Kind
 from llmexp.train.clipping import Rule
 from llmexp.train.feature import Features
 from llmexp.update import optim, precision
@@ -29,6 +30,10 @@ _FIGURES = (
 
 class TrainingFailed(RuntimeError):
     """Training cannot go on; the text says what, where, and what is intact."""
+
+    def __init__(self, text: str, kind: Kind = "failed") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 @dataclass(frozen=True)

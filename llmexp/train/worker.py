@@ -200,7 +200,7 @@ def carry_out(loop: Loop, asked: dict[str, Any]) -> str:
     except NotFinite as bad:
         from llmexp.modes import diagnosis
 
-        raise TrainingFailed(diagnosis.run(loop, bad)) from None
+        raise TrainingFailed(diagnosis.run(loop, bad), "not_finite") from None
     if found is None:
         return "preempted"
     if loop.out.main:
