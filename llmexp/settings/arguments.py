@@ -134,7 +134,10 @@ def call(function: Callable[..., Any], args: Namespace) -> Any:
         if knob.example is not None or {int, float} & {kind, *typing.get_args(kind)}:
             is_flag = parameter.kind is parameter.KEYWORD_ONLY
             key = flag_of(parameter) if is_flag else parameter.name
-            values[parameter.name] = convert_value(kind, values[parameter.name], key, knob)
+            given = values[parameter.name]
+            several = given if isinstance(given, list) else [given]
+            found = [convert_value(kind, one, key, knob) for one in several]
+            values[parameter.name] = found if isinstance(given, list) else found[0]
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             words += values[name]
