@@ -105,7 +105,8 @@ class Model:
 
         The intervals of all pairs of `rivals` hold together with a chance of 1 - alpha.
         """
-        a = weights @ self.weights
+        some = np.flatnonzero(weights)
+        a = weights[some] @ self.weights[some]
         parts = np.bincount(self.of_cell, a**2 * self.variances[self.of_cell], len(self.variances))
         total = float(parts.sum())
         df = float(parts @ self.df) / total if total > 0 else float(self.df.max(initial=1.0))
@@ -140,14 +141,13 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     wild = _wild([[*own.values()] for own in seeds])
     cells, blocks, design = _design(seeds, wild)
     count = len(seeds)
-    inverse = np.linalg.pinv(design)
-    left = np.eye(len(cells)) - design @ inverse
+    inverse, left = _inverse(design)
     figures = np.array([y for _, _, y in cells])
     of_cell = np.array([i for i, _, _ in cells])
     centred = figures - figures.mean()
-    residuals = left @ centred
+    residuals = centred - design @ (inverse @ centred)
     squares = np.bincount(of_cell, residuals**2, count)
-    df = np.bincount(of_cell, np.diag(left), count)
+    df = np.bincount(of_cell, left, count)
     tame = [i for i in range(count) if i not in wild]
     if df[tame].sum() < 0.5:  # it is a whole number
         return None
@@ -155,14 +155,14 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     variances = squares / np.maximum(df, 1e-9)
     if not apart:
         variances[tame], df[tame] = _moderated(squares[tame], df[tame])
-    weights = inverse[:count]
+    weights = inverse[:count].copy()
     model = Model(weights, figures, of_cell, variances, df, bool(blocks), apart)
     if not blocks:
         return model
     # the figure over the seeds as they are on average
     weights[tame] += inverse[count:].mean(axis=0)
     few = len(cells) < FEW * count
-    factor = _factor(left, residuals, design, inverse @ centred, count, few)
+    factor = _factor(left, residuals, design, inverse, inverse @ centred, count, few)
     if not factor:
         return model
     effects = weights @ figures
@@ -171,10 +171,20 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     return replace(model, swing=swing, swing_df=len(blocks) - 1)
 
 
+def _inverse(design: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pseudo-inverse of a design, and the share of each cell's noise that is left.
+
+    By the normal equations: thousands of cells have hundreds of settings.
+    """
+    inverse = np.linalg.pinv(design.T @ design, 1e-10, hermitian=True) @ design.T
+    return inverse, 1 - np.einsum("cs,sc->c", design, inverse)
+
+
 def _factor(
     left: np.ndarray,
     residuals: np.ndarray,
     design: np.ndarray,
+    inverse: np.ndarray,
     estimates: np.ndarray,
     count: int,
     few: bool,
@@ -188,8 +198,8 @@ def _factor(
 
     both = (design[:, :count] @ estimates[:count]) * (design[:, count:] @ estimates[count:])
     shared = design[:, count:].any(axis=1)
-    product = left @ both
-    square, spare = float(product @ product), round(float(np.trace(left[shared][:, shared]))) - 1
+    product = both - design @ (inverse @ both)
+    square, spare = float(product @ product), round(float(left[shared].sum())) - 1
     settings = int(design[shared, :count].any(axis=0).sum())
     if settings < 3 or spare < 2 or square <= 0:  # two differ by seeds in one way alone
         return 0.0
@@ -238,17 +248,21 @@ def far_off(seeds: Sequence[Mapping[str, float]]) -> list[tuple[int, str]]:
         cells, blocks, design = _design([rest[i] for i in tame], ())
         if not tame or (blocks and len(tame) < 3):
             break
-        left = np.eye(len(cells)) - design @ np.linalg.pinv(design)
+        inverse, spare = _inverse(design)
         of_cell = np.array([i for i, _, _ in cells])
         figures = np.array([y for _, _, y in cells])
-        residuals, spare = left @ (figures - figures.mean()), np.diag(left)
+        centred = figures - figures.mean()
+        residuals = centred - design @ (inverse @ centred)
         size = np.abs(residuals) / np.sqrt(spare)
         odd, least = None, FAR_OFF / len(cells)
-        for i, setting in enumerate(tame):
-            c = int(np.where(of_cell == i, size, -1.0).argmax())
-            without = residuals - left[:, c] * residuals[c] / spare[c]
+        farthest = [int(np.where(of_cell == i, size, -1.0).argmax()) for i in range(len(tame))]
+        lefts = -(design @ inverse[:, farthest])
+        lefts[farthest, range(len(tame))] += 1.0
+        for i, (setting, c) in enumerate(zip(tame, farthest, strict=True)):
+            left = lefts[:, i]
+            without = residuals - left * residuals[c] / spare[c]
             squares = np.bincount(of_cell, without**2)
-            df = np.bincount(of_cell, spare - left[:, c] ** 2 / spare[c])
+            df = np.bincount(of_cell, spare - left**2 / spare[c])
             variances = squares / df
             if len(tame) > 2:
                 variances, df = _moderated(squares, df)

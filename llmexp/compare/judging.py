@@ -166,7 +166,8 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
                 d = _as_written(d, lead, other)
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
-            other.size, other.verdict = d.mean, _verdict(d, worse, f.negligible, resolution)
+            other.size = d.mean if abs(d.mean) > resolution else 0.0
+            other.verdict = _verdict(d, worse, f.negligible, resolution)
         if other.capped:  # not known by how much
             other.size = other.difference = None
             if other.verdict == Verdict.SAME:
