@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmexp import mesh
 from llmexp.modes.micro_batch import POLL_S, STORE
 from llmexp.runs import rundir
+from llmexp.runs.door import config_yaml
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.knobs import fields
@@ -47,7 +46,7 @@ def _describe(config: Config, path: Path, whole: bool = False) -> None:
         train={key.partition(".")[2]: None for key, knob in fields().items() if knob.a_step},
         parallelism={"max_restarts": 0},
     )
-    fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
+    fileio.write_whole(path / rundir.CONFIG, config_yaml(plain(quiet)))
     fileio.write_json(path / rundir.ASKED, {"mode": "calibration", "all": whole})
 
 

@@ -49,6 +49,21 @@ class _Unique(_LOADER):
         return found
 
 
+class _Dumper(yaml.SafeDumper):
+    """Put what `_Unique` would take for a number into quotes, where it is a text."""
+
+
+# YAML 1.1 takes 1e-3 for a text; for Hydra and for whoever writes it, it is a number.
+for one in (_Unique, _Dumper):
+    number = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+")
+    one.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+
+
+def config_yaml(tree: dict[str, Any]) -> str:
+    """Return a plain config as the YAML that `read_yaml` reads."""
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the section of plain values in a YAML file. Raises ConfigError, with the line."""
     text = config_text(path)

@@ -178,10 +178,7 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
         elif not finite:
             needed = "a finite number" if a_number else "a number"
     if needed and isinstance(value, str) and NUMBER_OR_WORD.fullmatch(value):
-        why = "quotes or leading zeros"
-        if "e" in value.lower() and "." not in value:
-            why += ", or in a file no point before its e (1.0e-3)"
-        text = f"is a text, as it has {why}; {needed} is needed"
+        text = f"is a text, as it has quotes or leading zeros; {needed} is needed"
         raise refuse("wrong_type", key, repr(value), text, value.lstrip("0_") or "0")
     if needed:
         auto = ", or auto" if knob.auto and kind is not bool else ""

@@ -11,14 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmexp import features
 from llmexp.checkpoint import loading
 from llmexp.run import Parent
 from llmexp.run.budget import EXTENDING
 from llmexp.runs import rundir
-from llmexp.runs.door import RUN_FORMAT
+from llmexp.runs.door import RUN_FORMAT, config_yaml
 from llmexp.runs.rows import LINEAGE, rows_up_to
 from llmexp.runs.rundir import refuse_folder
 from llmexp.runs.steps import STEPS_BIN, steps_up_to
@@ -188,7 +186,7 @@ def environment(parts: Parts) -> dict[str, str]:
 
 def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
     """Write config.yaml with every derived value, run.json, what features record, the status."""
-    fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
+    fileio.write_whole(path / rundir.CONFIG, config_yaml(plain(parts.config)))
     derived = parts.run.as_dict()
     if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
         del derived["micro_batch_size"], derived["gradient_accumulation_steps"]
