@@ -34,6 +34,7 @@ class Knobs:
             "parameters, such as 38M, from which model.shape_rule makes the nearest shape: with "
             "the head, without tables of embeddings; null: the sizes decide",
             "38M",
+            acts=where("model.depth", None),
         ),
     ]
     depth = Annotated[

@@ -33,10 +33,6 @@ def solve_shape(
             text = "does nothing without model.size and model.depth; leave it out, or give one"
             raise refuse("idle_knob", "model.shape_rule", dataclasses.asdict(rule), text)
         return section, None
-    if size is not None and depth is not None:
-        raise refuse(
-            "conflict", "model.size", size, f"model.depth={depth} gives a shape too; leave one out"
-        )
     key, value = (ONE_NUMBER[1], depth) if size is None else (ONE_NUMBER[0], size)
     if missing := [name for name in ("n_layers", "d_model", "d_ff") if name not in section]:
         text = f"{section['_target_']} has no {missing[0]} that a rule could choose; leave it out"

@@ -116,11 +116,17 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
     Each comes with (why, what else could be done).
     """
-    found = {}
-    for key, knob in fields().items():
-        if knob.acts is not None and key in flat and not _holds(knob.acts, key, flat):
-            found[key] = knob.acts.why(flat)
-    return found
+    return {key: condition.why(flat) for key, condition in idle(fields(), flat).items()}
+
+
+def idle(knobs: Mapping[str, Knob], flat: Mapping[str, Any]) -> dict[str, Where]:
+    """Return the first condition that does not hold, by the knobs of a flat config."""
+    failing = dict[str, Where]()
+    for key, knob in knobs.items():
+        for condition in knob.acts if key in flat else ():
+            if not _holds(condition, key, flat):
+                failing.setdefault(key, condition)
+    return failing
 
 
 def _holds(condition: Where, key: str, flat: Mapping[str, Any]) -> bool:

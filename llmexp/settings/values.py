@@ -184,8 +184,8 @@ class Knob:
 
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or
     `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`. Where
-    `acts` does not hold, the knob does nothing and is refused; where `decides` does not hold, it
-    changes no result. `default` is the value in a config that does not list the knob.
+    one of `acts` does not hold, the knob does nothing and is refused; where `decides` does not
+    hold, it changes no result. `default` is the value in a config that does not list the knob.
     """
 
     doc: str
@@ -197,7 +197,7 @@ class Knob:
     choices: tuple[str, ...] = ()
     auto: bool = False  # the word auto is valid as well: chosen at the start
     affects: str = ""
-    acts: Where | None = None
+    acts: tuple[Where, ...] = ()
     decides: Where | None = None
     default: Any = NO_DEFAULT
     a_step: bool = False  # it is a step of the run, which has to reach it
@@ -218,7 +218,8 @@ class Knob:
 
 def knob(doc: str, example: Any = None, **more: Any) -> Any:
     """Return a field that `Knob` describes: of a dataclass, or of an argument in `Annotated`."""
-    found = Knob(doc, example, **more)
+    acts = more.pop("acts", ())
+    found = Knob(doc, example, acts=(acts,) if isinstance(acts, Where) else acts, **more)
     if found.default in ({}, []):
         return dataclasses.field(default_factory=type(found.default), metadata={"knob": found})
     default = dataclasses.MISSING if found.default is NO_DEFAULT else found.default

@@ -9,9 +9,19 @@ from typing import Any
 
 from llmexp.settings.convert import convert_section
 from llmexp.settings.kinds import Kind
-from llmexp.settings.values import choice, count, flatten, knob, refuse, where
+from llmexp.settings.knobs import idle
+from llmexp.settings.values import (
+    choice,
+    count,
+    flatten,
+    knob,
+    refuse,
+    section_knobs,
+    where,
+)
 
-DECIDING = ("first_seeds", "max_seeds", "max_hours", "max_tokens")  # knobs of sweep.decide alone
+_IN_A_GRID, _NO_SCREEN = where("sweep.search.trials", None), where("sweep.screen", None)
+_DECIDING, _ONE_BY_ONE = where("sweep.decide"), where("sweep.decide", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +29,7 @@ class Search:
     """The section `sweep.search`: points that Optuna chooses by the results of others."""
 
     trials: int | None = count(
-        "points that a search chooses; null: the sweep is a grid", 30, default=None
+        "points that a search chooses; null: the sweep is a grid", 30, default=None, acts=_NO_SCREEN
     )
     sampler: str = choice("how Optuna chooses them", "tpe | gp | cmaes | qmc", default="tpe")
     confirm: int = knob(
@@ -69,9 +79,15 @@ class Sweep:
         0.125,
         above=0,
         at_most=1,
+        acts=(_ONE_BY_ONE, _NO_SCREEN),
     )
     halving_keep: float = knob(
-        "share of the points that goes on after each rung", 0.5, above=0, below=1, default=0.5
+        "share of the points that goes on after each rung",
+        0.5,
+        above=0,
+        below=1,
+        default=0.5,
+        acts=where("sweep.halving"),
     )
     screen: int | str | None = count(
         "runs of a screen, a fraction of all combinations of keys with two values each: 8, 16 or "
@@ -84,34 +100,46 @@ class Sweep:
         "train further seeds of the settings that can still be best, until one of them is, all "
         "are alike, or the seeds, hours or tokens are used up",
         default=False,
+        acts=(_IN_A_GRID, _NO_SCREEN),
     )
     first_seeds: int = knob(
-        "seeds of each setting before the first look, with sweep.decide", 2, at_least=2, default=2
+        "seeds of each setting before the first look, with sweep.decide",
+        2,
+        at_least=2,
+        default=2,
+        acts=_DECIDING,
     )
-    max_seeds: int = knob("seeds of a setting at most, with sweep.decide", 8, at_least=2, default=8)
+    max_seeds: int = knob(
+        "seeds of a setting at most, with sweep.decide", 8, at_least=2, default=8, acts=_DECIDING
+    )
     max_hours: float | None = knob(
         "hours of training of all runs together, beyond which sweep.decide gives no further "
         "seeds; null: no limit",
         8.0,
         above=0,
         default=None,
+        acts=_DECIDING,
     )
     max_tokens: int | None = count(
         "tokens of all runs together, beyond which sweep.decide gives no further seeds; null: no "
         "limit",
         1_000_000_000,
         default=None,
+        acts=_DECIDING,
     )
     twins: int = knob(
         "times that the leading setting of a grid is trained once more at the end, different in "
         "rounding only",
         2,
         at_least=0,
+        acts=(where("sweep.report", "runs"), _IN_A_GRID, _NO_SCREEN),
     )
     negligible: float = knob(
         "nats of loss below which a difference is called negligible", 0.002, at_least=0
     )
-    report: str = choice("the table at the end", "runs | throughput", default="runs")
+    report: str = choice(
+        "the table at the end", "runs | throughput", default="runs", acts=_ONE_BY_ONE
+    )
     search: Search = field(default_factory=Search)
 
     def devices_of(self, ranks: int, devices: int) -> int:
@@ -126,30 +154,14 @@ class Sweep:
         return max(1, min(most, devices * len(needs) // sum(needs)))
 
 
-# Where a knob may be given; with a default of its own it may always have that.
-_IN_A_GRID, _NO_SCREEN = where("sweep.search.trials", None), where("sweep.screen", None)
-_ONE_BY_ONE = where("sweep.decide", False)
-_RULES = (
-    *((name, where("sweep.decide")) for name in DECIDING),
-    ("halving_keep", where("sweep.halving")),
-    ("halving", _ONE_BY_ONE),
-    ("report", _ONE_BY_ONE),
-    ("twins", where("sweep.report", "runs")),
-    ("twins", _IN_A_GRID),
-    ("decide", _IN_A_GRID),
-    *((name, _NO_SCREEN) for name in ("decide", "halving", "twins", "search.trials")),
-)
-
-
 def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
     """Return the section `sweep`. Raises ConfigError, also for what does nothing beside others."""
     found = convert_section(Sweep, mapping, "sweep.")
     flat = flatten(dataclasses.asdict(found), "sweep.")
-    for name, condition in _RULES:
-        value = flat[f"sweep.{name}"]
-        called_off = found.resume is not None and name == "halving_keep"
-        plain = not value or value == getattr(Sweep, name, None)
-        if not (plain or called_off or condition.holds(flat)):
+    knobs = {f"sweep.{name}": knob for name, knob in section_knobs(Sweep).items()}
+    for key, condition in idle(knobs, flat).items():
+        called_off = found.resume is not None and key == "sweep.halving_keep"
+        if flat[key] and flat[key] != knobs[key].default and not called_off:
             kind: Kind = "conflict" if condition.values else "idle_knob"
-            raise refuse(kind, f"sweep.{name}", value, "; ".join(condition.why(flat)))
+            raise refuse(kind, key, flat[key], "; ".join(condition.why(flat)))
     return found
