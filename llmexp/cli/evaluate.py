@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from llmexp.cli.running import words_in
-from llmexp.compose import app, command_line, environment
-from llmexp.compose.overrides import key_of
+from llmexp.compose import app, command_line, security
+from llmexp.compose.overrides import as_text, key_of
 from llmexp.run.layout import check_split, solve_layout
 from llmexp.runs import rundir
 from llmexp.runs.naming import Weights, named_checkpoint
@@ -266,7 +266,7 @@ def folder_config(
     if "batch.sequence_length" not in keys:
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
-    words = command_line.for_hydra([*own, *overrides])
+    words = list(map(as_text, [*own, *overrides]))
     whole = Namespace(config_dir=config_dir, overrides=words, multirun=False, command="")
     with app.composed(whole, "evaluate") as (cfg, _):
         config = dataclasses.replace(app.typed_config(cfg), model=section)
@@ -294,7 +294,7 @@ def refuse_sections(overrides: Sequence[str], sections: Sequence[str], why: str)
     for override in overrides:
         if key_of(override).partition(".")[0] not in sections:
             raise ConfigError("unsupported", f"{override}: {why}")
-    environment.refuse_secrets(list(overrides), "the command line")
+    security.refuse_secrets(list(overrides), "the command line")
 
 
 def names_of(

@@ -16,16 +16,17 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from llmexp.cli.preparing import Prepare
 from llmexp.cli.running import CommandLine
 from llmexp.compose import app
-from llmexp.compose.errors import flat_keys, nearest_key
-from llmexp.compose.origin import (
+from llmexp.compose.overrides import (
     COMMAND_LINE,
     Layer,
     layers,
     loader,
-    not_in_option,
     options_of,
+    typed_in,
+    unresolved,
+    written,
 )
-from llmexp.compose.overrides import key_of, swept_in
+from llmexp.compose.putting import unknown
 from llmexp.forecast.section import PlanKnobs
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
 from llmexp.run import Run
@@ -33,7 +34,8 @@ from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.derived import Derived
 from llmexp.run.layout import DERIVED_SIZES, Layout
 from llmexp.run.rules import keys_set, rules_in_words
-from llmexp.settings.config import Config, conf_dir, plain
+from llmexp.settings import config as settings
+from llmexp.settings.config import Config, conf_dir
 from llmexp.settings.knobs import affects, fields
 from llmexp.settings.labels import ALIASES, short_value
 from llmexp.settings.values import ConfigError, flatten, section_knobs
@@ -93,8 +95,8 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
         key = next((full for full, short in ALIASES.items() if short == key), key)
     given = [str(o) for o in cfg.hydra.overrides.task]
     swept = swept_in(cfg)
-    every = layers([o for o in given if key_of(o) not in swept])
-    flat = flatten(plain(config))
+    every = layers(cfg)
+    flat = flatten(settings.plain(config))
     of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
     flat |= flatten(of_commands)
     for layer in every:  # empty sections are no knobs yet
@@ -121,17 +123,26 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     found["affects"] = changes(key)
     if key == "optimizer.rule":
         found["rules"] = rules_in_words()
-    if (acts := getattr(fields().get(key), "acts", None)) is not None:
+    conditions = fields()[key].acts if key in fields() else ()
+    for acts in conditions:
         is_what = f"is {' or '.join(map(short_value, acts.values))}" if acts.values else "is given"
-        found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
+        where = f"where {' or '.join(acts.keys)} {is_what}"
+        found["acts"] = f"{found['acts']}, {where}" if "acts" in found else where
     if key in swept:
         found["swept"] = swept[key]
     set_by = [name for keys in keys_set(config.optimizer).values() for name in keys]
     if (flat[key] in (None, "auto") or key in set_by) and not key.startswith(_COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
-    beside = [k for k, knob in fields().items() if knob.acts is not None and key in knob.acts.keys]
+    beside = [k for k, knob in fields().items() if any(key in one.keys for one in knob.acts)]
     found["used_by"] = [*used_by(key), *beside]
     return found
+
+
+def swept_in(cfg: DictConfig) -> dict[str, Any]:
+    """Return the values of a sweep as its file (hydra.sweeper.params) or command line has them."""
+    there, typed = cfg.hydra.sweeper.get("params") or {}, written(typed_in(cfg))
+    found: dict[str, Any] = {key: values for key, values in there.items() if key not in typed}
+    return found | {key: ",".join(values) for key, values in typed.items() if len(values) > 1}
 
 
 def used_by(key: str) -> list[str]:
@@ -156,15 +167,7 @@ def of_no_knob(
         return {"key": key, "swept": swept[key], "affects": changes(key)}
     if row := row_key(key):
         return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
-    if refusal := not_in_option(cfg.hydra.runtime.choices, key, "", flat):
-        raise ConfigError("idle_knob", refusal, key)
-    own = [str(k) for k in cfg if k != "hydra"]
-    tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
-    known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
-    near = nearest_key(key, known)
-    raise ConfigError(
-        "unknown_key", f"{key}: there is no such key, group or number of a run.{near}", key
-    )
+    raise unknown(key, unresolved(cfg), (), [name for name in DERIVED if name not in cfg])
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
         value, number = numbers.get(name), DERIVED[name]
         formula = fill_formula(number.formula, numbers)
     else:
-        value = flatten(plain(config)).get(key)
+        value = flatten(settings.plain(config)).get(key)
         if not key.startswith("optimizer.") or "rule" not in numbers:
             open_still = value in (None, "auto")
             return {"value": value} if open_still else {"value": value, "derived": value}

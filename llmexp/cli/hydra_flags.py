@@ -9,8 +9,8 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from llmexp.compose import app, command_line, errors, forking, origin
-from llmexp.compose.environment import refuse_secrets, variables_kept
+from llmexp.compose import app, command_line
+from llmexp.compose.security import refuse_secrets, variables_kept
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.settings.values import ConfigError
 from llmexp.system import child
@@ -37,12 +37,12 @@ def answer_flags(args: Any) -> int:
     logging.raiseExceptions = False
     with (
         app.hydra_app(args.config_dir, args.overrides) as hydra,
-        errors.user_errors(args.overrides),
+        app.user_errors(),
         variables_kept(),
     ):
         if args.shell_completion:
             check_completion(args.overrides)
-            hydra.shell_completion(origin.CONFIG_NAME, args.overrides)
+            hydra.shell_completion(app.CONFIG_NAME, args.overrides)
             return 0
         # refuses what would run code
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
@@ -55,10 +55,9 @@ def answer_flags(args: Any) -> int:
                 if multirun:
                     child.say(f"# {' '.join(overrides)}")
                 how = args.cfg, args.package, args.resolve
-                root = forking.root_of(overrides, args.overrides)
-                hydra.show_cfg(root, one_budget(overrides), *how)
+                hydra.show_cfg(app.CONFIG_NAME, one_budget(overrides), *how)
         elif args.info is not None:
-            hydra.show_info(args.info, origin.CONFIG_NAME, args.overrides)
+            hydra.show_info(args.info, app.CONFIG_NAME, args.overrides)
         else:
             shown = get_args_parser()
             shown._actions = [a for a in shown._actions if a.dest not in command_line.REFUSED_FLAGS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from llmexp.cli.running import CommandLine, Screen
-from llmexp.compose import app, origin
+from llmexp.compose import app, command_line
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.section import build_plan
 from llmexp.runs import rundir
@@ -29,8 +29,7 @@ def plan(
 ) -> Planned | PlannedSweep:
     """Check everything and print the banner of the run, or a row a point (-m); start nothing."""
     with app.composed(line) as (cfg, multirun):
-        kept = [o for o in line.overrides if not o.lstrip("+").startswith("plan.")]
-        origin.refuse_unused(kept, multirun)
+        command_line.refuse_unused(line.overrides, multirun, "plan")
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
             from llmexp.sweep.deciding import seeded

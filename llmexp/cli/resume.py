@@ -11,7 +11,7 @@ from typing import Annotated
 from llmexp import features
 from llmexp.cli import worker
 from llmexp.cli.running import run_command
-from llmexp.compose import app, command_line, environment
+from llmexp.compose import app, command_line, security
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS, NO_BUDGET
@@ -84,8 +84,8 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         config = app.composed_over(path, overrides)
         if budget and all(getattr(config.train, name) is None for name in NO_BUDGET):
             raise refuse("missing_value", min(budget), None, "is no budget to train on to", 600)
-        environment.refuse_secrets(list(overrides), "the command line")
-        for line in environment.fill_tracker({"tracker": plain(config)["tracker"]}):
+        security.refuse_secrets(list(overrides), "the command line")
+        for line in security.fill_tracker({"tracker": plain(config)["tracker"]}):
             child.say(line)
         for part in features.parts("cli"):
             part.check_resume(config, path, given)

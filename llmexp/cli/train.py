@@ -22,9 +22,8 @@ from llmexp.compose.app import (
     visible,
     where_options_are,
 )  # fmt: skip
-from llmexp.compose.environment import fill_tracker, refuse_secrets
-from llmexp.compose.forking import with_steps
-from llmexp.compose.origin import refuse_unused
+from llmexp.compose.command_line import refuse_unused
+from llmexp.compose.security import fill_tracker, refuse_secrets
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.values import ConfigError, refuse
@@ -88,6 +87,7 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
                     raise ConfigError("unsupported", f"--queue: {text}")
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
+                from llmexp.compose.forking import with_steps
                 from llmexp.sweep.main import sweep
 
                 say_tracker(cfg, points=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from llmexp import __version__
 from llmexp.cli.running import CommandLine
-from llmexp.compose import app, environment, origin
+from llmexp.compose import app, command_line, security
 from llmexp.runs import rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.kinds import kind_of_error
@@ -61,7 +61,7 @@ def verify(
         text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
         raise ConfigError("idle_knob", f"{flag}: {text}")
     with app.composed(line, "verify") as (cfg, multirun):
-        origin.refuse_unused(line.overrides, multirun)
+        command_line.refuse_unused(line.overrides, multirun)
         config, wanted = app.typed_config(cfg), app.chosen_folder(cfg, "hydra.run.dir")
         if config.fork.run is not None:
             text = "verify proves runs from their beginning; leave it out"
@@ -74,7 +74,7 @@ def verify(
                 "verify tries no sizes; give a number",
                 8,
             )
-    environment.refuse_secrets(line.overrides, "the command line")
+    security.refuse_secrets(line.overrides, "the command line")
     rundir.check_writable(wanted)
     fixed = app.fixed_folder(line.overrides, "hydra.run.dir")
     # runs of another verification would be gone on with

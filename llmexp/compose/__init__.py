@@ -3,12 +3,10 @@
 In reading order:
 
 command_line  Hydra's flags, overrides, --allow
+overrides     read, and chosen of options; where each value of a config comes from
+putting       checked against a config and put in; the key that was meant
+security      refuse what would run code, and secrets; variables stay names
 app           start Hydra, compose, check; the folder of a run
+adopting      values that nobody gave: sizes of weights, what a rule decides
 forking       overrides over the config of a run: a fork, or a run that is gone on with
-adopting      the sizes of a run that begins with given weights
-guard         refuse what would run code
-environment   variables stay names; refuse secrets
-origin        where each value comes from; refuse knobs that do nothing
-overrides     keys of overrides, and their values by Hydra's grammar
-errors        Hydra's exceptions in plain words; the nearest key to one that is unknown
 """

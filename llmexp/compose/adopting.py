@@ -7,8 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from llmexp.compose.origin import COMMAND_LINE, layers, typed_keys
-from llmexp.compose.overrides import typed_in
+from llmexp.compose.overrides import COMMAND_LINE, key_of, layers, typed_in
 from llmexp.run.batch import CUT_KEYS
 from llmexp.run.rules import BATCH_KEYS, keys_set
 from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
@@ -17,14 +16,41 @@ from llmexp.settings.variables import fill
 SHAPE = (*SHAPE_KEYS, "head_dim")
 
 
-def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
+def adopt(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
+    """Put what follows from given values into the plain config, where nobody has given it.
+
+    `saved`: the config is composed over that of a run, where it was decided, unless what it follows
+    from is given anew."""
+    _follow_ramp(tree, cfg)
+    model, optimizer = tree.get("model"), tree.get("optimizer")
+    if isinstance(model, dict):
+        if not saved:
+            _follow_width(model, cfg)
+            if isinstance(model.get("init_from"), str):
+                _take_sizes(model, cfg)
+        if (model.get("size") or model.get("depth")) is not None:
+            beside = _beside(cfg, ONE_NUMBER, saved)
+            model |= {
+                k: None for k in SHAPE if beside and k in model and f"model.{k}" not in beside
+            }
+    if isinstance(optimizer, dict) and optimizer.get("rule", "none") != "none":
+        _leave_rule_open(tree, cfg, saved)
+
+
+def _follow_ramp(tree: dict[str, Any], cfg: DictConfig) -> None:
+    """Leave the sizes open that follow from a batch ramp of the command line, but those given."""
+    given, batch = set(map(key_of, typed_in(cfg))), tree.get("batch")
+    if "batch.ramp" in given and isinstance(batch, dict) and batch.get("ramp") is not None:
+        for name in ("real_batch_size", "tokens_per_step", "gradient_accumulation_steps"):
+            if f"batch.{name}" not in given:
+                batch[name] = None
+
+
+def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
     """Put the sizes and switches of model.init_from into the plain config.
 
     Those that the command line or an experiment gives stay: where they differ, the run is refused
     when its parts are checked."""
-    model = tree.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("init_from"), str):
-        return
     from llmexp.exchange.families import USUAL
     from llmexp.exchange.sizes import sizes_of
 
@@ -38,34 +64,21 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
             model[key] = theirs
 
 
-def follow_width(tree: dict[str, Any], cfg: DictConfig) -> None:
+def _follow_width(model: dict[str, Any], cfg: DictConfig) -> None:
     """Keep the ratio of the MLP to the width of the model where another width alone is given."""
-    model, typed = tree.get("model"), typed_in(cfg)
+    typed = typed_in(cfg)
     if not any("d_model" in word or "experiment" in word for word in typed):
         return
-    if not isinstance(model, dict) or "model.d_ff" in typed_keys(typed):
+    if "model.d_ff" in map(key_of, typed):
         return
     width: Any = None
     beside: Any = None  # the width where that of the MLP is listed
-    for layer in layers(typed):
+    for layer in layers(cfg):
         width = layer.values.get("model.d_model", width)
         beside = width if "model.d_ff" in layer.values else beside
     inner = model.get("d_ff")
     if width != beside and all(type(n) is int and n > 0 for n in (inner, beside, width)):
         model["d_ff"] = round(inner / beside * width)
-
-
-def leave_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
-    """Set what a rule decides to null in the plain config, unless it is given beside the rule.
-
-    `saved`: the config is composed over that of a run, where it was decided, unless the rule itself
-    is given anew."""
-    model, optimizer = tree.get("model"), tree.get("optimizer")
-    if isinstance(model, dict) and (model.get("size") or model.get("depth")) is not None:
-        beside = _beside(cfg, ONE_NUMBER, saved)
-        model |= {k: None for k in SHAPE if beside and k in model and f"model.{k}" not in beside}
-    if isinstance(optimizer, dict) and optimizer.get("rule", "none") != "none":
-        _leave_rule_open(tree, cfg, saved)
 
 
 def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
@@ -100,7 +113,7 @@ def _given(cfg: DictConfig) -> list[tuple[str, set[str]]]:
     """Return the keys of values that are not those of the chosen option of a group.
 
     Those of each file of an experiment are together, and at the end those of the command line."""
-    found = layers(typed_in(cfg))
+    found = layers(cfg)
     files = [layer for layer in found if "experiment/" in layer.source]
     typed = {key for layer in found if layer.source == COMMAND_LINE for key in layer.values}
     return [*((layer.source, set(layer.values)) for layer in files), (COMMAND_LINE, typed)]

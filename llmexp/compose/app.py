@@ -1,45 +1,81 @@
-"""Compose a config with Hydra, and check it into plain dataclasses. Nothing here imports torch."""
+"""Compose a config with Hydra, and check it into plain dataclasses. Nothing here imports torch.
+
+Hydra puts together the files and options that a command line chooses; its values are put in here,
+each checked against what is there (`putting.put`).
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf import errors as omegaconf
 
 from llmexp.compose import forking
-from llmexp.compose.adopting import follow_width, leave_open, take_sizes
-from llmexp.compose.command_line import for_hydra
-from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
-from llmexp.compose.errors import user_errors
-from llmexp.compose.guard import guard, refuse_code
-from llmexp.compose.origin import (
-    CONFIG_NAME,
+from llmexp.compose.adopting import adopt
+from llmexp.compose.command_line import refuse_unused
+from llmexp.compose.overrides import (
+    as_text,
+    at,
+    chooses,
+    file_at,
+    key_of,
     layers,
     loader,
-    refuse_dead,
-    refuse_unplaced,
-    refuse_unused,
+    note_overrides,
+    option,
+    options_of,
+    origin,
+    parsed,
+    set_by,
+    typed_in,
+    unresolved,
 )
-from llmexp.compose.overrides import key_of, parsed, replace_ramp, typed_in
+from llmexp.compose.putting import put
+from llmexp.compose.security import (
+    KEPT_BACK,
+    Sized,
+    fill_names,
+    fill_tracker,
+    refuse_code,
+    refuse_files,
+    refuse_secrets,
+    search_path,
+    variables_kept,
+)
 from llmexp.run.budget import replace_budgets
 from llmexp.runs import rundir
 from llmexp.runs.ledger import is_sweep
-from llmexp.settings.config import FOLDER_NAME, Config, conf_dir
+from llmexp.settings import config as settings
+from llmexp.settings.config import FOLDER_NAME, OPEN_SECTIONS, Config, conf_dir
 from llmexp.settings.convert import build
-from llmexp.settings.values import NUMBER_OR_WORD, ConfigError, refuse
+from llmexp.settings.kinds import Kind
+from llmexp.settings.knobs import dead, defaults
+from llmexp.settings.values import (
+    NO_DEFAULT,
+    NUMBER_OR_WORD,
+    ConfigError,
+    flatten,
+    hint,
+    refuse,
+)
+from llmexp.settings.variables import VARIABLE
 from llmexp.system.child import handling
+
+CONFIG_NAME = "config"
 
 
 @contextmanager
@@ -49,29 +85,92 @@ def hydra_app(
     run: Path | None = None,
     command: str = "train",
 ) -> Iterator[Hydra]:
-    """Start Hydra over conf/ and the user's --config-dir.
+    """Start Hydra over conf/ and the user's own folders of options.
 
-    In the place of conf/config.yaml stands the config of `run`, where one is given, or that of the
-    parents of forks, which the overrides ask for. `command`: for a message that prints it to paste.
-    Raises ConfigError."""
-    search_path = create_config_search_path(f"file://{conf_dir()}")
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise ConfigError("unknown_file", f"--config-dir {config_dir}: there is no such folder")
-        search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
+    In the place of conf/config.yaml stands the config of `run`, where one is given. `command`: for
+    a message that prints it with the overrides to paste. Raises ConfigError."""
+    path = create_config_search_path(f"file://{conf_dir()}")
+    for provider, folder in search_path(config_dir, overrides):
+        first = provider == "command-line"
+        path.prepend(provider, folder, None if first else "schema")
     with ExitStack() as stack:
-        if beneath := [run] if run else forking.parents_in(overrides):
-            folder = stack.enter_context(forking.options(beneath, fork=run is None))
-            search_path.prepend("parent", f"file://{folder}")
         GlobalHydra.instance().clear()
         stack.callback(GlobalHydra.instance().clear)
         # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
         # parent.
         stack.enter_context(handling([signal.SIGINT], lambda number, _: os._exit(128 + number)))
-        hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
-        guard(hydra.config_loader)
-        loader().command = command
+        hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=path)
+        file_at.cache_clear()
+        there = loader()
+        there.repository.__class__ = Sized
+        there.command, there.typed, there.beneath = command, list(overrides), run
+        _compose_here(there)
         yield hydra
+
+
+def _compose_here(there: Any) -> None:
+    """Have Hydra put files together, and what stands on a command line be put into them here.
+
+    So is each config that Hydra composes, also by itself, and nothing in it runs code."""
+    load = there.load_configuration
+
+    def load_configuration(
+        config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
+    ) -> DictConfig:
+        asked = parsed(overrides)
+        choices = [o for o in asked if chooses(o) and not o.is_sweep_override()]
+        if there.beneath or any(key_of(o) == "fork.run" for o in overrides):
+            config_name = forking.root_of(there.beneath, overrides) or config_name
+        lines = [str(o.input_line) for o in choices]
+        try:
+            cfg: DictConfig = load(config_name, lines, *args, **kwargs)
+        except (ConfigError, yaml.YAMLError):
+            raise
+        except Exception as error:
+            raise _misfit(
+                error, lines, lambda words: load(config_name, words, *args, **kwargs)
+            ) from None
+        refuse_code(cfg)
+        values = [o for o in asked if o not in choices and not o.is_sweep_override()]
+        put(cfg, [o for o in values if not o.key_or_group.startswith(KEPT_BACK)])
+        refuse_files(cfg, choices)
+        put(cfg, [o for o in values if o.key_or_group.startswith(KEPT_BACK)])
+        note_overrides(cfg, asked)
+        refuse_code(cfg)
+        return cfg
+
+    there.load_configuration = load_configuration
+
+
+def _misfit(error: Exception, lines: list[str], load: Callable[[list[str]], object]) -> ConfigError:
+    """Return the refusal of options that Hydra does not put together."""
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
+    if missing:
+        group, _, word = missing.rpartition("/")
+        text = f"{group}={word}: there is no such option.{hint(word, options_of(group))}"
+        return ConfigError("unknown_option", text, group)
+    line = "conf/config.yaml"
+    for line in lines:  # that without which the others go together
+        with suppress(Exception):
+            load([other for other in lines if other != line])
+            break
+    key, _, word = line.lstrip("+~").partition("=")
+    source, _, begins = file_at(f"{key}/{word}")
+    groups = [g for g in loader().list_groups("") if (conf_dir() / g).exists()]
+    for group in (key, *(str(getattr(d, "group", None) or key).lstrip("/") for d in begins)):
+        if group.partition("/")[0] not in groups:
+            text = f"{line}: there is no group {group} to choose from.{hint(group, groups)}"
+            return ConfigError("unknown_option", text, key)
+    kind: Kind = "unknown_option"
+    if line[0] in "+~":
+        text = f"{key} has one option; another is chosen by {key}=..., and ~{key} leaves it out"
+    elif source == f"{key}/{word}":
+        text = f"an option of the group is needed. Known: {', '.join(options_of(key))}."
+    else:
+        kind = "wrong_type"
+        text = f"{source} has a section in the place of a list or a value of the files before it, "
+        text += "or the other way round, or chooses a group anew in its `defaults`"
+    return ConfigError(kind, f"{line}: {text}", key)
 
 
 def compose(
@@ -82,15 +181,67 @@ def compose(
     A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points
     share. Raises ConfigError in the user's words.
     """
-    with user_errors(overrides):
-        try:
-            cfg, multirun = _composed(hydra, overrides, multirun)
-        # such as for clip=[{}]
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            text = f"Hydra cannot make a config of this ({error!r})"
-            raise ConfigError("wrong_type", f"{' '.join(overrides)}: {text}") from None
-        HydraConfig.instance().set_config(cfg)
+    with user_errors():
+        several = [o for o in parsed(overrides) if o.is_sweep_override()]
+        cfg = hydra.compose_config(
+            CONFIG_NAME, list(overrides), RunMode.RUN, validate_sweep_overrides=False
+        )
+        multirun = multirun or cfg.hydra.mode == RunMode.MULTIRUN
+    for override in several:
+        line = str(override.input_line)
+        if not multirun:
+            text = "several values are a sweep, which needs -m; a list is written key=[a,b]"
+            raise ConfigError("unsupported", f"{line}: {text}", override.key_or_group)
+        if override.is_hydra_override():
+            raise ConfigError(
+                "unsupported", f"{line}: holds for all points, so one value is needed"
+            )
+    HydraConfig.instance().set_config(cfg)
     return cfg, multirun
+
+
+@contextmanager
+def user_errors(cfg: DictConfig | None = None) -> Iterator[None]:
+    """Turn what Hydra's grammar, OmegaConf and YAML refuse into ConfigError within the block.
+
+    `cfg`: the config whose values are worked out there."""
+    try:
+        yield
+    except OverrideParseException as error:
+        text = "is not an override; one looks like train.max_steps=100"
+        raise ConfigError("wrong_type", f"{error.override}: {text}") from None
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        raise ConfigError(
+            "damaged_file", f"{mark.name}: line {mark.line + 1}: {error.problem}"
+        ) from None
+    except omegaconf.OmegaConfBaseException as error:
+        key = re.sub(r"\[(\w+)\]", r".\1", error.full_key or "")
+        value = NO_DEFAULT if cfg is None else at(unresolved(cfg), key)
+        kind, why = _UNKNOWN.get(type(error), ("wrong_type", "cannot be worked out"))
+        for name in VARIABLE.findall(str(value)):
+            if name not in os.environ:
+                kind, why = (
+                    "missing_value",
+                    f"the environment variable {name} is not set; set it where the run starts, ",
+                )
+                why += f"such as with export {name}=..."
+        shown = f"{key}: {why}" if value is NO_DEFAULT else str(refuse(kind, key, value, why))
+        raise ConfigError(kind, shown, key) from None
+
+
+_UNKNOWN: dict[type, tuple[Kind, str]] = {
+    omegaconf.MissingMandatoryValue: ("missing_value", "has no value yet; give it one"),
+    omegaconf.InterpolationKeyError: ("unknown_key", "names a key that there is not"),
+    omegaconf.InterpolationToMissingValueError: (
+        "missing_value",
+        "names a value that is not known here",
+    ),
+    omegaconf.UnsupportedInterpolationType: (
+        "unknown_key",
+        "names a function that there is not, as oc.env is one",
+    ),
+}
 
 
 @contextmanager
@@ -108,38 +259,22 @@ def composed(args: Any, one: str = "") -> Iterator[tuple[DictConfig, bool]]:
 
 def section(cfg: DictConfig, name: str) -> Any:
     """Return a section on how a command works, as plain values. Raises ConfigError."""
-    with user_errors():
+    with user_errors(cfg):
         return OmegaConf.to_container(cfg[name], resolve=True, throw_on_missing=True)
-
-
-def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[DictConfig, bool]:
-    """Return what `compose` does. A run is composed once."""
-    compose = partial(hydra.compose_config, CONFIG_NAME, list(overrides))
-    if not multirun:
-        try:
-            cfg = compose(run_mode=RunMode.RUN)
-            if cfg.hydra.mode != RunMode.MULTIRUN:
-                return cfg, False
-        except Exception:
-            swept = any(override.is_sweep_override() for override in parsed(overrides))
-            # As a sweep the error says why: a run would blame the swept values.
-            if not swept or compose(run_mode=RunMode.MULTIRUN).hydra.mode != RunMode.MULTIRUN:
-                raise
-    return compose(run_mode=RunMode.MULTIRUN), True
 
 
 def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = None) -> Config:
     """Return the config of a run with overrides over it, which may choose options of groups.
 
     Raises ConfigError, also for several values."""
-    with user_errors():
-        several = next((o.input_line for o in parsed(overrides) if o.is_sweep_override()), None)
-    if several is not None:
-        raise ConfigError(
-            "unsupported", f"{several}: several values are a sweep; one is needed here"
-        )
-    overrides = for_hydra(overrides)
-    with hydra_app(config_dir, run=run) as hydra:
+    overrides = list(map(as_text, overrides))
+    for override in parsed(overrides):
+        if override.is_sweep_override():
+            text = "several values are a sweep; one is needed here"
+            raise ConfigError(
+                "unsupported", f"{override.input_line}: {text}", override.key_or_group
+            )
+    with hydra_app(config_dir, overrides, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
         refuse_unused(overrides, multirun)
         return typed_config(cfg, run)
@@ -152,7 +287,7 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     refuse_code(cfg)
     # hydra's own has values that only a sweep fills; how a command works is no part of a run
     keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare", "plan")]
-    with user_errors(), variables_kept():
+    with user_errors(cfg), variables_kept():
         tree: dict[str, Any] = {key: cfg[key] for key in keys}
         for key, node in tree.items():
             if OmegaConf.is_config(node):
@@ -160,21 +295,18 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     fill_tracker(tree)
     refuse_secrets(tree)
     fill_names(tree, cfg)
-    refuse_unplaced(tree, cfg)
+    _refuse_unplaced(tree, cfg)
     given = typed_in(cfg)
     replace_budgets(tree, given)
-    replace_ramp(tree, given)
-    parent = None
-    if run is None:
-        parent = forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
-    if (beneath := run or parent) is None:
-        follow_width(tree, cfg)
-        take_sizes(tree, cfg)
-    else:
-        forking.follow(tree, given, beneath, fork=run is None)
-    leave_open(tree, cfg, saved=beneath is not None)
+    fork, beneath = tree.get("fork"), run
+    is_fork = run is None and isinstance(fork, dict) and fork.get("run") is not None
+    if is_fork or run is not None:
+        beneath = run or forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
+        forking.follow(tree, given, beneath, fork=is_fork)
+    adopt(tree, cfg, saved=beneath is not None)
     config = build({str(k): v for k, v in tree.items()})
-    config = config if beneath is None else forking.recut(config, given)
+    if beneath is not None:
+        config = forking.recut(config, given)
     refuse_dead(cfg, config, chosen=beneath is None)
     if FOLDER_NAME.fullmatch(config.name) is None or len(os.fsencode(config.name)) > 240:
         text = "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its"
@@ -184,17 +316,64 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     return config
 
 
+def _refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
+    """Raise ConfigError for an experiment whose settings are under `experiment`.
+
+    Nothing reads them there."""
+    if "experiment" in tree:
+        choice = cfg.hydra.runtime.choices.get("experiment")
+        source, *_ = file_at(f"experiment/{choice}")
+        text = "without it all that it sets is put under `experiment`, where nothing reads it"
+        line = "must begin with the line `# @package _global_`"
+        raise ConfigError(
+            "idle_knob", f"experiment={choice}: {source} {line}; {text}", "experiment"
+        )
+
+
+def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:
+    """Raise ConfigError for a knob that does nothing where it is set.
+
+    That is on the command line to any value but null, and in a file to a value of its own. What
+    was not `chosen` now, but is the config of an earlier run, is let be."""
+    flat, given = flatten(settings.plain(config)), set[str]()
+    for override in parsed(typed_in(cfg)):
+        given |= set_by(override).keys()
+    for key, (why, instead) in dead(flat).items():
+        set_now = key in given or (chosen and not _is_default(cfg, key, flat))
+        if flat[key] is not None and set_now:
+            file = None if key in given else origin(cfg, key)
+            out = f"it is set in {file}: take it out with ~{key}" if file else "leave it out"
+            raise refuse("idle_knob", key, flat[key], f"{why}; {out}, or {instead}")
+
+
+def _is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
+    """Return whether the value of a knob that does nothing was not chosen.
+
+    It is then the default, or that of the chosen option."""
+    value, (group, _, name) = flat[key], key.partition(".")
+    if value is None or value == defaults().get(key, NO_DEFAULT):
+        return True
+    choice = cfg.hydra.runtime.choices.get(group)
+    if choice is None:
+        return False
+    chosen = flatten({group: option(f"{group}/{choice}")})
+    if chosen.get(key, NO_DEFAULT) == value and key not in dead(chosen):
+        return True
+    shipped = sorted((conf_dir() / group).glob("*.yaml")) if group in OPEN_SECTIONS else ()
+    return any(option(f"{group}/{file.stem}").get(name) == value for file in shipped)
+
+
 def chosen_folder(cfg: DictConfig, key: str) -> Path:
     """Return the folder in `key`: hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir.
 
     Raises ConfigError."""
-    with user_errors():
+    with user_errors(cfg):
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
         text = "a folder is needed, without control characters"
         raise refuse("wrong_type", key, repr(value), text, "outputs/try1")
     if NUMBER_OR_WORD.fullmatch(str(value)):
-        given = [w.values[key] for w in layers(typed_in(cfg)) if key in w.values]
+        given = [layer.values[key] for layer in layers(cfg) if key in layer.values]
         if given and not isinstance(given[-1], str):
             text = "without quotes this is a number to YAML: put quotes around what you wrote"
             raise refuse("wrong_type", key, given[-1], text, "outputs/try1")

@@ -15,14 +15,11 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 
-from llmexp.compose.forking import parents_in
-from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import as_text, key_of, parsed
+from llmexp.compose.security import KEPT_BACK
 from llmexp.runs import rundir
-from llmexp.runs.rundir import built_config
 from llmexp.settings.arguments import add_arguments, annotated, kind_of_argparse
-from llmexp.settings.rules import LIBRARY_TARGET
-from llmexp.settings.values import ConfigError, override_value, pasteable, typed
+from llmexp.settings.values import ConfigError, override_value, pasteable, refuse, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -120,41 +117,13 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
             text = "has no meaning here; your own files are options of the groups"
             raise ConfigError("unsupported", f"{name}: {text}: {way}")
     args.command += " --measure" * getattr(args, "measure", False)
-    args.overrides = for_hydra(args.overrides)
+    args.overrides = list(map(as_text, args.overrides))
     if getattr(args, "screen", False):
         args.multirun = True
         if not any(key_of(override) == "sweep.screen" for override in args.overrides):
             args.overrides.append("sweep.screen=auto")
     check_overrides(args.overrides)
-    refuse_search_path(args.config_dir, args.overrides)
     return args
-
-
-# Sections that may be empty: below data.sources and data.val a name is the user's own.
-MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.exponents")
-
-
-def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as Hydra reads them as they are meant: texts as texts, new keys added.
-
-    Raises ConfigError for a fork of what is no run."""
-    texts = [as_text(override) for override in overrides]
-    return [opened(override, texts) for override in texts]
-
-
-def opened(override: str, beside: Sequence[str]) -> str:
-    """Return an override that Hydra takes: that of a section that may be empty may add it.
-
-    So may one of an argument of a library's optimizer, which the overrides `beside` it choose, or
-    the parent of a fork has. Raises ConfigError for a fork of what is no run.
-    """
-    starts = tuple(f"{key}{end}" for key in MAY_BE_EMPTY for end in (".", "={"))
-    if override.startswith("optimizer.") and "optimizer=library" not in beside:
-        there = [built_config(run).optimizer for run in parents_in(beside)]
-        named = any(part.get("_target_") == LIBRARY_TARGET for part in there)
-    else:
-        named = override.startswith("optimizer.")
-    return f"++{override}" if named or override.startswith(starts) else override
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -177,14 +146,14 @@ def _parses(name: str, value: str) -> bool:
 def _no_override(override: str, overrides: Sequence[str]) -> str:
     """Return why a word of the command line is no override, and what may have been meant."""
     name, _, value = override.partition("=")
-    if value.endswith(",") and value.strip(","):
-        return f"ends in a comma; leave it out: {name}={value.rstrip(',')}"
     later = overrides[list(overrides).index(override) + 1 :]
     closing = {"[": "]", "{": "}"}.get(value[:1], " ")
     ends = [n for n, word in enumerate(later) if word.endswith(closing)]
     if ends and "=" not in "".join(later[: ends[0] + 1]):
         whole = pasteable(" ".join([override, *later[: ends[0] + 1]]))
         return f"the shell has cut it at a space; quote the whole: {whole}"
+    if value.endswith(",") and value.strip(","):
+        return f"ends in a comma; leave it out: {name}={value.rstrip(',')}"
     text = "is not an override; one looks like train.max_steps=100"
     if name and value:
         text += f"; special characters need quotes: {typed(name, value)}"
@@ -196,8 +165,42 @@ def _no_override(override: str, overrides: Sequence[str]) -> str:
     return text
 
 
-# Knobs that run code of the user's choosing come from a command line, never from a file alone.
-KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
+# Keys that act in a sweep only, and keys that act in a single run only, with what to do instead.
+SWEEP_ONLY = (
+    "sweep.", "hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.",
+    "hydra.sweep.",
+)  # fmt: skip
+RUN_ONLY = {
+    "hydra.run.dir": (
+        "names the folder of a single run; that of a sweep is",
+        "hydra.sweep.dir",
+    ),
+    "train.stop_step": (
+        "does nothing in a sweep, whose points train to their end; leave it out, or for shorter "
+        "points give",
+        "train.max_steps",
+    ),
+}
+
+
+def refuse_unused(overrides: Sequence[str], multirun: bool, command: str = "") -> None:
+    """Raise ConfigError for an override that acts in a sweep, a run or a `command` only."""
+    if multirun and "sweep.resume" in map(key_of, overrides):
+        return  # its command was accepted when it began
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        section = key.partition(".")[0]
+        if section in ("plan", "prepare") and section not in (key, command):
+            raise refuse(
+                "idle_knob", key, value, f"does nothing but in llmexp {section}; leave it out"
+            )
+        if not multirun and key.startswith(SWEEP_ONLY):
+            text = "does nothing without -m, which makes the command a sweep"
+            raise refuse("idle_knob", key, value, f"{text}; add -m, or leave it out")
+        if multirun and key in RUN_ONLY and value != "null":
+            text, instead = RUN_ONLY[key]
+            word = pasteable(f"{instead}={value.partition(',')[0]}")
+            raise refuse("idle_knob", key, value, f"{text} {word}")
 
 
 def recordable(arguments: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Compose overrides over the config of a run: that of a fork's parent, or of a run gone on with.
 
-The saved config takes the place of ours, as options that Hydra finds first.
+The saved config takes the place of ours, as options that Hydra finds in its store.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
-from llmexp.compose.overrides import key_of, parsed, written
+from llmexp.compose.overrides import PARENT, key_of, parsed, written
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
@@ -31,9 +30,6 @@ from llmexp.settings.knobs import fields
 from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 
 _BRINGS = re.compile(r"(\\*)\$\{(oc\.env:[^{},]+\})?")
-PREFIX = "llmexp-fork-"  # of the folder of options
-OPTION = "parent"  # of each group: what the parent had
-ROOT = "config"  # the config that Hydra begins with
 
 
 def forks_in(overrides: Sequence[str]) -> list[tuple[Path, int | None]]:
@@ -91,35 +87,34 @@ def with_steps(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [f"fork.run={text}" if key_of(word) == "fork.run" else word for word in words]
 
 
-@contextmanager
-def options(runs: Sequence[Path], fork: bool) -> Iterator[Path]:
-    """Write the configs of runs as a folder of options, each with a root config that chooses them.
-
-    That of the first run is config.yaml. Yield the folder, which is removed at the end. Raises
-    ConfigError."""
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-        for number, run in enumerate(runs):
-            _write_options(Path(name), number, run, fork)
-        yield Path(name)
+# The number of each run whose config is among the options.
+_STORED: dict[Path, int] = {}
 
 
-def _write_options(folder: Path, number: int, run: Path, fork: bool) -> None:
-    """Write the config of one run as options, and the config that chooses them."""
-    tree = _as_text(plain(rundir.built_config(run)))
+def root_of(beneath: Path | None, overrides: Sequence[str]) -> str | None:
+    """Return the name of the config that overrides are put over: that of a run; None for ours.
+
+    It is the run `beneath`, or the first one that they fork. Its config becomes an option of each
+    group, and a config that chooses them all. Raises ConfigError."""
+    runs = [beneath] if beneath else parents_in(overrides)
+    if not runs:
+        return None
+    tree = _as_text(plain(rundir.built_config(runs[0])))
     tree["train"]["stop_step"] = None  # it has been there
-    if fork:
+    if beneath is None:
         steps = {key.partition(".")[2] for key, knob in fields().items() if knob.a_step}
         tree["train"] |= dict.fromkeys(steps) | {"twin": 0}
         tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
         del tree["fork"]
-    whole = read_yaml(conf_dir() / "config.yaml")
-    option = _numbered(OPTION, number)
+    whole, store = read_yaml(conf_dir() / "config.yaml"), ConfigStore.instance()
+    option = f"{PARENT}_{_STORED.setdefault(runs[0], len(_STORED))}"
     for entry in whole["defaults"]:
         group = next(iter(entry)) if isinstance(entry, dict) else ""
         if group in tree:
             entry[group] = option
-            _write(folder / group / f"{option}.yaml", tree.pop(group))
-    _write(folder / f"{_numbered(ROOT, number)}.yaml", whole | tree)
+            store.store(option, tree.pop(group), group, provider=PARENT)
+    store.store(option, whole | tree, provider=PARENT)
+    return option
 
 
 def _as_text(node: Any) -> Any:
@@ -136,42 +131,11 @@ def _as_text(node: Any) -> Any:
     return _BRINGS.sub(lambda m: f"{m[1] * 2}{'' if m[2] else chr(92)}${{{m[2] or ''}", node)
 
 
-def _numbered(name: str, number: int) -> str:
-    return f"{name}_{number}" if number else name
-
-
-def root_of(point: Sequence[str], whole: Sequence[str]) -> str:
-    """Return the name of the config that a point of a sweep is composed over: that of its parent.
-
-    `whole`: the command line of the sweep. Raises ConfigError for a parent that is not in it."""
-    own, known = parents_in(point), parents_in(whole)
-    if not own and not known:
-        return ROOT
-    if not own or own[0] not in known:
-        run = own[0] if own else None
-        raise ConfigError(
-            "unknown_option", f"fork.run={run}: is not among the runs that this sweep forks"
-        )
-    return _numbered(ROOT, known.index(own[0]))
-
-
-def _write(path: Path, tree: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    # in quotes: OmegaConf reads 1e3 as a number, PyYAML writes it as a text without
-    text = yaml.safe_dump(tree, sort_keys=False, default_style='"')
-    path.write_text(text, encoding="utf-8")
-
-
-def settle(
-    tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]
-) -> Path | None:
+def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> Path:
     """Put the step of a fork, and the start and end of its cooldown, into the plain config.
 
-    Return its parent, None where the config is no fork's. A fork that is in its `folder` already
-    keeps its step. Raises ConfigError."""
-    fork = tree.get("fork")
-    if not isinstance(fork, dict) or fork.get("run") is None:
-        return None
+    Return its parent. A fork that is in its `folder` already keeps its step. Raises ConfigError."""
+    fork = tree["fork"]
     if not (forks := forks_in(overrides)):
         text = "is taken from the command line, because all that is not given follows from it"
         raise refuse("unsupported", "fork.run", fork["run"], text, "outputs/trunk")

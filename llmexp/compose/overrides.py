@@ -1,19 +1,39 @@
-"""Overrides of a command line: their keys as they are written, and what Hydra reads in them."""
+"""Overrides of a command line: read, checked against the config that they change, put into it.
+
+Also where each value of a composed config comes from. The files count in the order in which they
+are merged, then the command line.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import takes_text
-from llmexp.settings.values import NUMBER_OR_WORD, quoted
+from llmexp.settings.values import (
+    NO_DEFAULT,
+    NUMBER_OR_WORD,
+    flatten,
+    nested,
+    quoted,
+)
+
+COMMAND_LINE = "the command line"
+PARENT = "parent"  # begins the names of options that hold what a run beneath has
 
 
 def key_of(override: str) -> str:
@@ -58,13 +78,13 @@ def as_text(override: str) -> str:
 def typed_in(cfg: DictConfig) -> list[str]:
     """Return the overrides that a config was composed with, as they were typed."""
     there = OmegaConf.select(cfg, "hydra.overrides", default={"hydra": [], "task": []})
-    given: Any = OmegaConf.to_container(OmegaConf.create(there), resolve=False)
+    given = unresolved(OmegaConf.create(there))
     return [*given["hydra"], *given["task"]]
 
 
 def parsed(overrides: Iterable[str]) -> list[Override]:
     """Return the overrides as Hydra reads them. Raises HydraException."""
-    found: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    found: list[Override] = OverridesParser.create(loader()).parse_overrides(list(overrides))
     return found
 
 
@@ -81,23 +101,113 @@ def written(overrides: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def swept_in(cfg: DictConfig) -> dict[str, Any]:
-    """Return the values of a sweep as its file (hydra.sweeper.params) or command line has them."""
-    there, typed = cfg.hydra.sweeper.get("params") or {}, written(typed_in(cfg))
-    found: dict[str, Any] = {key: values for key, values in there.items() if key not in typed}
-    return found | {key: ",".join(values) for key, values in typed.items() if len(values) > 1}
+def loader() -> Any:
+    """Return what finds the files of configs, of the Hydra that is running; None without one."""
+    running = GlobalHydra.instance()
+    return running.config_loader() if running.is_initialized() else None
 
 
-def replace_ramp(tree: Any, overrides: Sequence[str]) -> None:
-    """Put a batch ramp of the overrides in the place of that of a file, and of the sizes there.
+def unresolved(node: Any) -> Any:
+    """Return what a config holds as plain values, with the texts of interpolations."""
+    return OmegaConf.to_container(node, resolve=False)
 
-    Hydra merges the two. The sizes are those that follow from a ramp, unless they are given too.
-    """
-    ramps = [o for o in overrides if key_of(o) == "batch.ramp"]
-    if not ramps or not isinstance(tree.get("batch"), dict) or tree["batch"].get("ramp") is None:
-        return
-    given = {key_of(override) for override in overrides}
-    tree["batch"]["ramp"] = parsed(ramps)[-1].value()
-    for name in ("real_batch_size", "tokens_per_step", "gradient_accumulation_steps"):
-        if f"batch.{name}" not in given:
-            tree["batch"][name] = None
+
+# Where values come from.
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A file or an override with what it sets, by dotted keys."""
+
+    source: str
+    values: dict[str, Any]
+
+
+def layers(cfg: DictConfig) -> list[Layer]:
+    """Return all that sets values in a composed config, the last word last."""
+    found, there, typed = [], loader(), typed_in(cfg)
+    name = cfg.hydra.job.config_name
+    for default in there.compute_defaults_list(name, typed, RunMode.RUN).defaults:
+        path, package = default.config_path, default.package or ""
+        if path is None or path.startswith("hydra/") or package.startswith("hydra"):
+            continue
+        source, values, _ = file_at(path)
+        below = f"{package}." if package else ""
+        found.append(Layer(source, {f"{below}{key}": v for key, v in values.items()}))
+    return found + [Layer(COMMAND_LINE, set_by(o)) for o in parsed(typed)]
+
+
+def set_by(override: Override) -> dict[str, Any]:
+    """Return what an override sets by dotted keys: nothing where it takes a key out or is swept."""
+    if override.is_delete() or override.is_sweep_override() or chooses(override):
+        return {}
+    return flatten({override.key_or_group: override.value()})
+
+
+@functools.lru_cache(maxsize=512)  # of the Hydra that is running; a refusal asks several times
+def file_at(path: str) -> tuple[str, dict[str, Any], list[Any]]:
+    """Return what the config file at `path`, such as clip/norm, sets.
+
+    That is (the file's name for a user, the values by its own dotted keys, its defaults list); the
+    name is the path where there is no such file."""
+    loaded = loader().repository.load_config(path)
+    if loaded is None:
+        return path, {}, []
+    folder = Path(str(loaded.path).partition("://")[2])
+    where = "conf" if folder.resolve() == conf_dir().resolve() else os.path.relpath(folder)
+    name = "the parent's config.yaml" if loaded.provider == PARENT else f"{where}/{path}.yaml"
+    tree: Any = unresolved(loaded.config)
+    tree = tree if isinstance(tree, dict) else {}
+    empty = {key: value for key, value in tree.items() if value == {}}
+    return name, flatten(tree) | empty, loaded.defaults_list or []
+
+
+def option(path: str) -> dict[str, Any]:
+    """Return what the option at `path` sets by its own dotted keys, with what it begins with."""
+    _, values, begins = file_at(path)
+    below: dict[str, Any] = {}
+    for default in begins:
+        base = str(getattr(default, "path", "")).rpartition("/")[2]
+        below |= option(f"base/{base}") if (conf_dir() / f"base/{base}.yaml").exists() else {}
+    return below | values
+
+
+def options_of(group: str) -> list[str]:
+    """Return the options that a user can choose from, without those that hold a fork's parent."""
+    there = loader().get_group_options(group)
+    return [name for name in there if re.fullmatch(rf"{PARENT}(_\d+)?", name) is None]
+
+
+def origin(cfg: DictConfig, key: str) -> str | None:
+    """Return the file in which a value was set last; None where the command line did that."""
+    sources = [layer.source for layer in layers(cfg) if key in layer.values]
+    return sources[-1] if sources and sources[-1] != COMMAND_LINE else None
+
+
+# Overrides on their way into a config.
+
+
+def chooses(override: Override) -> bool:
+    """Return whether an override chooses or leaves out an option of a group."""
+    group, value = override.key_or_group, override.value()
+    a_group = group != "hydra" and loader().repository.group_exists(group)
+    return a_group and not isinstance(value, dict)
+
+
+def note_overrides(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """Note in a config the overrides that it is composed with, where Hydra does."""
+    task = [o for o in overrides if not o.is_hydra_override()]
+    own = [o.input_line for o in overrides if o.is_hydra_override()]
+    cfg.hydra.overrides.hydra, cfg.hydra.overrides.task = own, [o.input_line for o in task]
+    style = cfg.hydra.job.config.override_dirname
+    cfg.hydra.job.override_dirname = get_overrides_dirname(
+        task, style.exclude_keys, style.item_sep, style.kv_sep
+    )
+
+
+def at(tree: Any, key: str) -> Any:
+    """Return the value at a dotted key of plain values, NO_DEFAULT where there is none."""
+    for name in key.split("."):
+        here = {str(k): value for k, value in nested(tree)}
+        tree = here.get(name, NO_DEFAULT)
+    return tree

@@ -6,14 +6,11 @@ import functools
 import re
 from collections.abc import Sequence
 
-from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from llmexp.compose import forking
-from llmexp.compose.origin import loader
-from llmexp.compose.overrides import typed_in
+from llmexp.compose.overrides import loader, note_overrides, parsed
 
 
 class Composer:
@@ -26,6 +23,7 @@ class Composer:
 
     def __init__(self, base: DictConfig) -> None:
         self._loader, self.base = loader(), base
+        self._of_hydra = parsed(base.hydra.overrides.hydra)
         parser = OverridesParser.create(config_loader=self._loader)
         self._parse = functools.cache(parser.parse_override)
         self._is_group = functools.cache(self._loader.repository.group_exists)
@@ -36,25 +34,17 @@ class Composer:
 
         Raises Hydra's exceptions.
         """
-        parsed = [self._parse(text) for text in overrides]
-        plain = self._plain(parsed)
-        shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
+        asked = [self._parse(text) for text in overrides]
+        plain = self._plain(asked)
+        shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in asked)
         cfg = self._composed.get(shape)
         if cfg is None:
-            root = forking.root_of(overrides, typed_in(self.base))
-            with read_write(self.base.hydra):
-                self.base.hydra.job.config_name = root
             cfg = self._loader.load_sweep_config(self.base, list(overrides))
             self._composed[shape] = cfg
         else:
             for override in plain:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
-            task = [o for o in parsed if not o.is_hydra_override()]
-            cfg.hydra.overrides.task = [o.input_line for o in task]
-            style = cfg.hydra.job.config.override_dirname
-            cfg.hydra.job.override_dirname = get_overrides_dirname(
-                task, style.exclude_keys, style.item_sep, style.kv_sep
-            )
+            note_overrides(cfg, [*self._of_hydra, *asked])
         with open_dict(cfg):
             cfg.hydra.job.name = name
             cfg.hydra.job.id = cfg.hydra.job.num = "???"

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from llmexp.compose.app import chosen_folder, fixed_folder, section
 from llmexp.compose.command_line import kept_back
-from llmexp.compose.environment import refuse_secrets
+from llmexp.compose.security import refuse_secrets
 from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.convert import convert_section

@@ -20,10 +20,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
-from llmexp.compose.app import chosen_folder, typed_config, visible
-from llmexp.compose.errors import BESIDE, own_options, user_errors
-from llmexp.compose.origin import loader
-from llmexp.compose.overrides import as_text, key_of, typed_in
+from llmexp.compose.app import chosen_folder, typed_config, user_errors, visible
+from llmexp.compose.overrides import as_text, key_of, loader
+from llmexp.compose.putting import BESIDE, own_options
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import check_batch
@@ -180,12 +179,11 @@ def load_points(
     swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
     points: list[Point] = []
     refused: list[LedgerEntry] = []
-    command = typed_in(composer.base)
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         label = point_label(overrides, swept)
         entry = LedgerEntry(number, label, "", None, visible(overrides))  # its folder is not known
         try:
-            with user_errors(overrides, command):
+            with user_errors():
                 cfg = composer(overrides, entry.label)
             config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
@@ -196,7 +194,7 @@ def load_points(
         except ConfigError as error:
             key = None if BESIDE in str(error) else error.key
             entry.kind = error.kind
-            entry.refused = redacted(f"{error}{own_options(key or '', command, overrides)}")
+            entry.refused = redacted(f"{error}{own_options(key or '', overrides)}")
             refused.append(entry)
     return points, refused
 
@@ -252,15 +250,12 @@ def with_devices(config: Config, knobs: Sweep) -> Config:
 def expand(cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each point, by Hydra's basic sweeper. Raises ConfigError."""
     points = asked_of(cfg, overrides)
-    with user_errors():
-        for override in points:
-            if override.is_sweep_override() and not override.is_discrete_sweep():
-                example = f"{override.get_key_element()}=0.1,0.2"
-                text = f"a grid needs values to try, for example {example}; a search takes"
-                text += " intervals, with sweep.search.trials=30"
-                raise ConfigError(
-                    "wrong_type", f"{override.input_line}: {text}", override.key_or_group
-                )
+    for override in points:
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            example = f"{override.get_key_element()}=0.1,0.2"
+            text = f"a grid needs values to try, for example {example}; a search takes"
+            text += " intervals, with sweep.search.trials=30"
+            raise ConfigError("wrong_type", f"{override.input_line}: {text}", override.key_or_group)
     return grid_of(points)
 
 

@@ -4,7 +4,6 @@ one screen."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -15,7 +14,7 @@ from llmexp.cli import explain
 from llmexp.cli.explain import DERIVED
 from llmexp.cli.running import function_of, read_line
 from llmexp.compose import app
-from llmexp.compose.origin import layers
+from llmexp.compose.overrides import Layer, layers
 from llmexp.run import Run
 from llmexp.run.layout import Layout
 from llmexp.settings.config import OPEN_SECTIONS, plain
@@ -113,8 +112,8 @@ def test_a_rate_under_a_rule_and_a_budget_that_was_replaced():
 def unsolved(monkeypatch):
     """Without the time that assembling a run takes; the files are read once for all knobs."""
     monkeypatch.setattr(explain, "solved", lambda config, key: {"value": None})
-    once = functools.cache(lambda *overrides: layers(overrides))
-    monkeypatch.setattr(explain, "layers", lambda overrides: once(*overrides))
+    found: list[Layer] = []
+    monkeypatch.setattr(explain, "layers", lambda cfg: found or found.extend(layers(cfg)) or found)
 
 
 def test_every_knob_is_explained_on_one_screen(unsolved):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import nn
 from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
+from llmexp.compose.overrides import key_of
 from llmexp.data.sources.tokens import tokens
 from llmexp.runs.rows import read_rows
 from llmexp.settings.config import plain
@@ -95,21 +98,71 @@ def hydra() -> Iterator[Hydra]:
         yield found
 
 
-KEYS = ["train.max_steps", "model.n_layers", "name", "tracker.tags", "+data.more", "clip",
-        "hydra.run.dir", "~model.d_ff"]  # fmt: skip
-ODD = st.sampled_from(["${", "${name}", "${oc.env:X}", "${oc.env:HOME}", "${now:%Y}", "range(1,5)",
-                       "1,2", "[${}]"])  # fmt: skip
-PRINTED = VALUES.map(lambda value: json.dumps(value, default=str)[:60])
+VALID = """\
+train.max_steps=20
+model.n_layers=1
+name=mine
+tracker.tags=[a,'b c']
+clip=none
+clip.max_norm=0.5
++user.more={a: 1, b: [x, null]}
+hydra.run.dir=outputs/x
+~model.d_ff
+optimizer.lr=1e-3
+batch.ramp={0: 4, 200: 8}
+train={seed: 7, tail: keep}
+~clip
+++metrics.picture=false
+optimizer.reference.lr=0.1
+hydra/launcher=local
+tracker.notes=${train.seed}
+optimizer=muon
+hooks=[]""".splitlines()
+PUT_IN = """\
+~|+|++|@x|.|..|=|==|,|[|]|{|}|'|"|:|/|${|\\|null|1e3|,2|é|_target_|.x|{}|[]|0|#|%|$|(|)| |\n\
+|=null|=[1]|={a:1}|=${x}|=1,2|=glob(*)"""
+# Words of Hydra's, OmegaConf's and antlr's.
+THEIRS = re.compile(
+    r"OmegaConf|full_key|merging|Exception|No match|Interpolation|antlr|mismatched|struct\b"
+)
 
 
-@given(st.sampled_from(KEYS), st.one_of(st.text(SIGNS, max_size=15), PRINTED, ODD))
+@st.composite
+def bent(draw: st.DrawFn) -> str:
+    """A valid override in which signs are put in or cut out, or with another's key or value."""
+    text = draw(st.sampled_from(VALID))
+    for _ in range(draw(st.integers(1, 3))):
+        at, end = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
+        match draw(st.sampled_from(["put", "cut", "other value", "other key", "sign"])):
+            case "put":
+                text = text[:at] + draw(st.sampled_from(PUT_IN.split("|"))) + text[at:]
+            case "cut":
+                text = text[:at] + text[min(end, at + 3) :]
+            case "other value":
+                text = text.partition("=")[0] + "=" + draw(st.sampled_from(VALID)).partition("=")[2]
+            case "other key":
+                text = draw(st.sampled_from(VALID)).partition("=")[0] + "=" + text.partition("=")[2]
+            case _:
+                text = draw(st.sampled_from(["~", "+", "++"])) + text
+    return text
+
+
+@given(bent())
 # each takes a while, and shrinking many of them
-@settings(FEWER, max_examples=12, phases=[Phase.generate])
-def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
-    config = None
-    with contextlib.suppress(ConfigError):
-        command_line.check_overrides([f"{key}={value}"])
-        config = app.typed_config(app.compose(hydra, [*TINY, f"{key}={value}"])[0])
+@settings(FEWER, max_examples=int(os.environ.get("LLMEXP_BENT", "25")), phases=[Phase.generate])
+def test_a_bent_override_is_a_config_or_one_refusal_that_names_it(hydra, text):
+    """No other exception, and no word of Hydra's or OmegaConf's."""
+    refused = None
+    try:
+        (override,) = command_line.parse("train", ["--", text]).overrides
+        cfg, multirun = app.compose(hydra, [*TINY, "data=synthetic", override])
+        config = None if multirun else app.typed_config(cfg)
+    except ConfigError as error:
+        refused, config = error, None
+    if refused is not None:
+        message, key = str(refused), key_of(text)
+        assert text in message or key in message or key.startswith(refused.key or "-"), message
+        assert not THEIRS.search(message.replace(text, "")), message
     assert config is None or build(plain(config)) == config
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from llmexp.__main__ import run
-from llmexp.compose import app, environment, guard
+from llmexp.compose import app, security
 from llmexp.compose.command_line import recordable
 from llmexp.runs import ending, rundir
 from llmexp.settings import targets, variables
@@ -167,9 +167,9 @@ def test_a_secret_is_found_wherever_it_is(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY_API_KEY", secret)
         with pytest.raises(ConfigError, match=r"holds the value of \$CANARY_API_KEY"):
-            environment.refuse_secrets({"data": node})
+            security.refuse_secrets({"data": node})
         patch.delenv("CANARY_API_KEY")
-        environment.refuse_secrets({"data": node})
+        security.refuse_secrets({"data": node})
 
 
 def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
@@ -211,7 +211,7 @@ def test_names_that_only_sound_like_secrets_are_none(home, monkeypatch, capsys, 
     assert redact.redacted("the sort key val/loss") == "the sort key val/loss"
     assert redact.secrets() == {}
     names = ("tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary")
-    environment.refuse_secrets({"data": dict.fromkeys(names, "abc")})
+    security.refuse_secrets({"data": dict.fromkeys(names, "abc")})
 
 
 def test_names_and_values_of_secrets_are_some(monkeypatch):
@@ -224,7 +224,7 @@ def test_names_and_values_of_secrets_are_some(monkeypatch):
             patch.setenv(name, value)
             assert redact.redacted(f"it is {value}") == f"it is <${name}>"
             with pytest.raises(ConfigError, match=f"holds the value of .{name}"):
-                environment.refuse_secrets({"data": f"a {value}"})
+                security.refuse_secrets({"data": f"a {value}"})
     monkeypatch.setenv("MY_API_KEY", "long-value")
     monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
     monkeypatch.setenv("SHORT_API_KEY", "ab")
@@ -299,7 +299,7 @@ def looked_at(own: object) -> None:
     """Check a section `hydra` past the types that Hydra gives to some of its keys."""
     section = {"_target_": "os.makedirs", "name": "canary"}
     elsewhere = {"section": section, "text": "gpu", "number": 3}
-    guard.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
+    security.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
 
 
 @pytest.mark.parametrize(
@@ -319,11 +319,10 @@ def test_what_hydra_would_call_is_refused(home, own, says):
 
 def test_plain_sweepers_and_launchers_are_not_refused():
     looked_at({
-        "sweeper": {"_target_": guard.SWEEPER, "params": {"optimizer.lr": "${x.number},4"}},
+        "sweeper": {"_target_": security.SWEEPER, "params": {"optimizer.lr": "${x.number},4"}},
         "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher",
                      "setup": ["module load ${x.number}"], "partition": "${x.text}"},
-        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
-        "job_logging": guard.NO_LOGGING, "callbacks": {}, "job": {"env_set": {}, "env_copy": []},
+        "job_logging": security.NO_LOGGING, "callbacks": {}, "job": {"env_set": {}, "env_copy": []},
     })  # fmt: skip
 
 
@@ -375,13 +374,14 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
 def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(home, way, monkeypatch):
     (home / "endless" / "experiment").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(home))
+    monkeypatch.setenv("LLMEXP_ALLOW", "endless")
     (home / "endless" / "__init__.py").touch()
     lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     (home / "endless" / "experiment" / "mine.yaml").write_text("\n".join(["a0: &a0 1", *lines]))
     place = {"file": f"file://{home}/endless", "pkg": "pkg://endless"}
     more = [f"hydra.searchpath=[{place[way]}]"] if way in place else []
     with (
-        app.hydra_app(None if more else "endless") as hydra,
+        app.hydra_app(None if more else "endless", more) as hydra,
         pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
     ):
         app.compose(hydra, [*SYNTHETIC, "experiment=mine", *more])

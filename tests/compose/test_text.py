@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import tempfile
 import typing
 import unicodedata
 from pathlib import Path
@@ -22,6 +23,7 @@ from llmexp.cli.preparing import Prepare
 from llmexp.compose.command_line import parse
 from llmexp.compose.overrides import as_text, parsed
 from llmexp.forecast.section import PlanKnobs
+from llmexp.runs.door import config_yaml, read_yaml
 from llmexp.settings.config import Config, conf_dir
 from llmexp.settings.knobs import takes_text
 from llmexp.settings.parts import arguments
@@ -170,6 +172,14 @@ def test_texts_that_look_like_numbers_come_through_runs_and_sweeps(tmp_path):
     assert refused["label"] == "train_files_日本.txt"
     assert "data.train_files=日本.txt: " in refused["refused"]
     assert "2 points, none of them new" in llmexp("resume", "4e1", cwd=tmp_path).out
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), WORDS | st.floats(allow_nan=False, width=16)))
+def test_texts_and_numbers_come_back_from_a_saved_config(tree):
+    """Also those such as 1e-3, which YAML 1.1 takes for a text where it has no point."""
+    file = Path(tempfile.mkdtemp()) / "config.yaml"
+    file.write_text(config_yaml({"a": 0.001} | tree) + "lr: 1e-3\n")
+    assert read_yaml(file) == {"a": 0.001} | tree | {"lr": 0.001}
 
 
 def test_a_part_of_the_users_with_a_text_gets_one_or_a_refusal(capfd):

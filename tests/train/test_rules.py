@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from llmexp.compare.folding import factors
 from llmexp.compare.records import Record, Setting
-from llmexp.compose.command_line import opened
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import TokenCost
 from llmexp.run.rules import solve_rule
@@ -39,7 +38,7 @@ OF_ONES_OWN = [name for name, rule in SCALING_RULES.items() if rule.at is None]
 
 
 def composed(*given_values: str) -> Config:
-    return tools.composed(*(opened(override, given_values) for override in given_values))
+    return tools.composed(*given_values)
 
 
 @pytest.fixture(scope="module")
