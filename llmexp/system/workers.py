@@ -330,6 +330,8 @@ def _show(command: list[str], env: dict[str, str]) -> None:
     """
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end, _, last = map(int, numbers[45:49])
+    if not start:  # gVisor does not say
+        return
     words = os.fsencode(" ".join(command))[: end - start - 2].ljust(end - start - 1, b"\0")
     own = sorted(env.items(), key=lambda one: one[0] not in _OWN)  # if there is room for less
     variables = b"".join(os.fsencode(f"{name}={value}\0") for name, value in own)

@@ -359,7 +359,7 @@ SLOW = [("starting", INT), ("starting", KILL), ("composing", TERM), ("composing"
 @pytest.mark.parametrize(
     ("moment", "number"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-@pytest.mark.fresh  # a fork is in no session of the test's
+@pytest.mark.fresh  # a fork imports nothing any more
 def test_a_signal_before_training(tmp_path, moment, number):
     """Leaves what it waits for, and takes the worker along; no traceback, no folder."""
     (tmp_path / "conf" / "data").mkdir(parents=True)
@@ -385,7 +385,6 @@ def test_a_signal_before_training(tmp_path, moment, number):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.fresh
 def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
     process = start("train", *RUN, "train.max_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)

@@ -17,7 +17,6 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.runs import rundir
 from llmexp.runs.rows import read_rows
-from tests import forks
 from tests.conftest import HANG_S, Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 from tests.tools import session, wait_for
@@ -121,7 +120,6 @@ def kill_in_a_row(
             assert_status(run, "failed", 3, "the worker was ended by signal 9 (SIGKILL")
             assert f"to go on: llmexp resume {run.folder.name}" in err
         left.pop(0)
-    forks.ALLOWED = True  # this one is not killed
     done = llmexp("resume", f"run{number}", *HOOKED, cwd=here)
     assert done.code == 0, (seed, done.err)
     assert_as_undisturbed(run, whole)
@@ -132,7 +130,6 @@ def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
     return [(rng.choice(whom), rng.choice(when)) for _ in range(count)]
 
 
-@pytest.mark.fresh
 def test_killed_in_a_row(here, settings, whole):
     """LLMEXP_TEST_KILLS=20 for as many. A whole tree that is killed between saves goes on in
     tests/train/test_resume.py."""
@@ -142,7 +139,6 @@ def test_killed_in_a_row(here, settings, whole):
     kill_in_a_row(here, settings, whole, kills, seed)
 
 
-@pytest.mark.fresh
 @pytest.mark.slow
 def test_killed_twenty_times(here, settings, whole):
     seed = random.randrange(10**6)

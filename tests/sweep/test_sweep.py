@@ -207,7 +207,6 @@ def test_a_retry_and_a_stop_on_failure(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.fresh
 def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.silence_s=25"]
     command = ["-m", *TINY, *RUN, *two, "sweep.max_retries=1", "hydra.sweep.dir=s"]

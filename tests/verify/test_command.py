@@ -183,7 +183,7 @@ def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-@pytest.mark.fresh  # its workers are no children of the stand-in
+@pytest.mark.fresh  # a fork has a child from the start: its template
 def test_ctrl_c_ends_it_and_leaves_no_worker(tmp_path):
     process = start("verify", "geometry", *BASE, "hydra.run.dir=v", cwd=tmp_path)
     workers = wait_for(lambda: children(process.pid), process)

@@ -332,7 +332,6 @@ def test_several_hosts_are_refused(proof):
         resume.plan_to_break(with_knobs(config, parallelism={"nnodes": 2}), 6, shrink=False)
 
 
-@pytest.mark.fresh  # a fork's stand-in is not the rank
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_two_ranks_of_which_one_is_killed_alone(tmp_path, layout):
