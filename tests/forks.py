@@ -77,7 +77,8 @@ def pretend_bf16() -> None:
 def kind(env: dict[str, str]) -> str:
     """What of an environment something reads as it is imported, or as Python starts."""
     names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_", "TORCH")
-    return repr(sorted(one for one in env.items() if one[0].startswith(names)))
+    own = (one for one in env.items() if one[0].startswith(names) and one[0] != "PYTHON")
+    return repr(sorted(own))
 
 
 @functools.cache

@@ -332,10 +332,12 @@ def _show(command: list[str], env: dict[str, str]) -> None:
     start, end, _, last = map(int, numbers[45:49])
     if not start:  # gVisor does not say
         return
-    words = os.fsencode(" ".join(command))[: end - start - 2].ljust(end - start - 1, b"\0")
+    words = os.fsencode(" ".join(command))[:4000] + b"\0"
+    if len(words) < end - start:  # no zero at the end: it is one text, which may go on beyond
+        words = words.ljust(end - start - 1, b"\0") + b" "
     own = sorted(env.items(), key=lambda one: one[0] not in _OWN)  # if there is room for less
     variables = b"".join(os.fsencode(f"{name}={value}\0") for name, value in own)
-    text = words + b" " + variables[: last - end].ljust(last - end, b"\0")  # no zero: one text
+    text = (words + variables)[: last - start].ljust(last - start, b"\0")
     ctypes.memmove(start, text, last - start)
 
 
