@@ -186,8 +186,9 @@ def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypa
 
 # Ready-made sweeps, with the number of their points; of some, one value of what is swept beside.
 SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5, "clip_rules": 8,
-          "accumulation_x_clip": 4, "throughput_grid": 6}  # fmt: skip
-NARROWED = {"clip_rules": ["train.seed=1"], "accumulation_x_clip": ["clip.max_norm=1.0"],
+          "accumulation_x_clip": 4, "throughput_grid": 6, "moe_balance": 3}  # fmt: skip
+NARROWED = {"clip_rules": ["train.seed=1"], "moe_balance": ["train.seed=1"],
+            "accumulation_x_clip": ["clip.max_norm=1.0"],
             "throughput_grid": ["batch.sequence_length=128", "precision=bf16"]}  # fmt: skip
 
 LADDERS = ("isoflop", "lr_ladder", "batch_ladder", "horizon")  # tests/train/test_ladder.py
@@ -202,7 +203,7 @@ def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
     header, *rows = [line.split() for line in table.splitlines()]
     assert len(rows) == SWEEPS[name]
     assert alike
-    of_one_batch = ("accumulation_iso_batch", "clip_rules", "clip_sweep")
+    of_one_batch = ("accumulation_iso_batch", "clip_rules", "clip_sweep", "moe_balance")
     assert ("batch" not in header) == (name in of_one_batch)
     if "tokens" in header:  # unequal ones would cut some short in the comparison
         at = 1 + header.index("tokens")  # after its number

@@ -21,7 +21,7 @@ _MEANS = ("entropy", "balance_loss", "z_loss")  # over sequences, by their valid
 
 
 def make(parts: Parts, setup: Setup) -> Load:
-    return Load(setup, parts.run.micro_batch_size)
+    return Load(setup)
 
 
 class Load(Feature):
@@ -34,15 +34,15 @@ class Load(Feature):
 
     name = "moe"
 
-    def __init__(self, setup: Setup, rows: int) -> None:
+    def __init__(self, setup: Setup) -> None:
         device = setup.mesh.device
         named = experts_of(setup.model)
         self._mesh, self._experts = setup.mesh, list[Any](named.values())
         self._blocks = [name.rpartition(".")[0] for name in named]
-        self._targets_b = torch.zeros(rows, dtype=torch.float64, device=device)
         self._n_experts = self._experts[0].routing.n_experts
         size = len(named), self._n_experts + len(_MEANS) + 1
         self._sums, self._last = torch.zeros((2, *size), dtype=torch.float64, device=device)
+        self._targets_b = torch.zeros(0)
         self._by_layer: dict[str, Tensor] = {}
         self._counting = False
         self._outcome: Outcome | None = None
@@ -67,7 +67,7 @@ class Load(Feature):
     def forward_start(self, targets_bt: Tensor) -> None:
         self._sums = self._sums + self._last if self._counting else torch.zeros_like(self._sums)
         self._counting = True
-        self._targets_b.copy_((targets_bt != IGNORE_INDEX).sum(1))
+        self._targets_b = (targets_bt != IGNORE_INDEX).sum(1).double()
 
     @torch.no_grad()
     def updated(self, window: Window, skip: Any) -> None:
