@@ -1,6 +1,6 @@
 """Print `llmexp train --help`: the groups with their options, then the most used knobs with units.
 
-Imports neither torch nor Hydra.
+Imports no torch.
 """
 
 from __future__ import annotations
