@@ -23,6 +23,7 @@ from torch import nn
 
 from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
+from llmexp.cli.running import function_of
 from llmexp.compose import app, command_line
 from llmexp.compose.overrides import key_of
 from llmexp.data.sources.tokens import tokens
@@ -154,7 +155,7 @@ def test_a_bent_override_is_a_config_or_one_refusal_that_names_it(hydra, text):
     """No other exception, and no word of Hydra's or OmegaConf's."""
     refused = None
     try:
-        (override,) = command_line.parse("train", ["--", text]).overrides
+        (override,) = command_line.parse("train", function_of("train"), ["--", text]).overrides
         cfg, multirun = app.compose(hydra, [*TINY, "data=synthetic", override])
         config = None if multirun else app.typed_config(cfg)
     except ConfigError as error:

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from llmexp.__main__ import run
 from llmexp.cli.preparing import Prepare
+from llmexp.cli.running import function_of
 from llmexp.compose.command_line import parse
 from llmexp.compose.overrides import as_text, parsed
 from llmexp.forecast.section import PlanKnobs
@@ -215,6 +216,6 @@ def test_a_point_is_named_by_its_text():
 
 
 def test_flags_are_text(tmp_path):
-    args = parse("plan", ["--config-dir", "1e3", "name=2e3"])
+    args = parse("plan", function_of("plan"), ["--config-dir", "1e3", "name=2e3"])
     assert (args.config_dir, args.overrides) == ("1e3", ["name='2e3'"])
     assert run(["resume", str(Path(tmp_path, "4e1"))]) == 2

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmexp.__main__ import run
+from llmexp.cli.running import function_of
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
@@ -82,7 +83,7 @@ def copy(trunk: Result, name: str, **changes: dict) -> Result:
 
 
 def composed(overrides: list[str]) -> Config:
-    return tools.composed(*parse("train", overrides).overrides)
+    return tools.composed(*parse("train", function_of("train"), overrides).overrides)
 
 
 def planned(overrides: list[str]) -> Parts:
