@@ -117,7 +117,7 @@ def alone(device: str, number: int = 1) -> int:
 
     from llmexp import mesh
     from llmexp.compose import app
-    from llmexp.mesh.pretend import pretended
+    from llmexp.mesh.fake_group import pretended
     from llmexp.train.assembly.assemble import assemble
     from llmexp.train.set_up import set_up
 

@@ -41,7 +41,7 @@ def rank(kind: str, blocks: int, rounds: int) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from llmexp.update.optimizers.muon import Muon
+    from llmexp.optim.optimizers.muon import Muon
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 
 from llmexp import mesh
 from llmexp.compose import app
-from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
 from llmexp.train import folder, loop, worker
 from llmexp.train.assembly.assemble import Parts, assemble
 

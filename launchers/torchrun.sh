@@ -12,7 +12,7 @@ python="${PYTHON:-python}"
 settings=$("$python" -P - "$1" <<'END'
 import math, os, sys
 from pathlib import Path
-from llmexp.runs.rundir import read_config
+from llmexp.folders.rundir import read_config
 p = read_config(Path(sys.argv[1]))["parallelism"]
 ranks, seconds = p["nproc_per_node"] or 1, math.ceil(p["start_timeout_s"])
 logs = ",".join(f"{rank}:3" for rank in range(1, ranks)) or "0"  # the others than rank 0 print there

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(f"llmexp.{_PLACES[name]}"), name)
     if name in _COMMANDS:
-        return importlib.import_module("llmexp.program.calling").called(_COMMANDS[name])
+        return importlib.import_module("llmexp.api.calling").called(_COMMANDS[name])
     raise AttributeError(f"module 'llmexp' has no attribute {name!r}")
 
 

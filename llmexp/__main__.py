@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
     What the user got wrong is one line on standard error, exit code 2.
     """
-    from llmexp.settings.values import ConfigError
+    from llmexp.config.values import ConfigError
     from llmexp.system.child import REFUSED
 
     try:
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
 
 def dispatch(arguments: list[str]) -> int:
     """Call what the first argument names. Raises ConfigError."""
-    from llmexp.settings.values import ConfigError, nearest
+    from llmexp.config.values import ConfigError, nearest
 
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
@@ -117,7 +117,7 @@ def report(error: Exception, code: int, as_json: bool) -> int:
     """Print what went wrong, without the values of secrets, on standard error; return `code`."""
     import json
 
-    from llmexp.settings.values import error_record
+    from llmexp.config.values import error_record
     from llmexp.system.redact import redacted
 
     found = error_record(error)

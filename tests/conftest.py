@@ -35,7 +35,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from llmexp.settings import values
+from llmexp.config import values
 from tests import forks, leftovers, suggestions, words
 from tests.forks import ASSETS as ASSETS
 from tests.forks import PATHS, ROOT
@@ -220,7 +220,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def runs() -> Any:
-    from tests.runs import Runs  # which needs this module
+    from tests.folders import Runs  # which needs this module
 
     return Runs(Path(os.environ[RUNS]))
 

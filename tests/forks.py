@@ -52,8 +52,8 @@ def preload() -> None:
     from plotly import graph_objects
 
     from llmexp.compose import app
-    from llmexp.runs import versions
-    from llmexp.update.optimizers import library
+    from llmexp.folders import versions
+    from llmexp.optim.optimizers import library
     from tests.tiny import TINY
 
     # torchao looks for devices when it is imported, after which forks could not use CUDA

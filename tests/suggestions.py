@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp.__main__ import COMMANDS
 from llmexp.cli.running import function_of, read_line
-from llmexp.settings.config import Config
+from llmexp.config.sections import Config
 
 PARSER = OverridesParser.create()
 CONF = Path(__file__).parents[1] / "conf"

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from llmexp import features
+from llmexp.config.kinds import MEANING, Kind
 from llmexp.metrics.keys import ROW_KEYS
-from llmexp.settings.kinds import MEANING, Kind
 from tests.conftest import ROOT
 from tests.test_structure import MODULES
 from tools import rooms

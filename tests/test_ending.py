@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from llmexp.runs import ending, rundir
-from llmexp.runs.ending import ENDING_RULES, Left, conclude_run, how_it_left, rule_for, state_now
+from llmexp.folders import ending, rundir
+from llmexp.folders.ending import ENDING_RULES, Left, conclude_run, how_it_left, rule_for, state_now
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED
 
 STATES = ("", "queued", "running", "finished", "failed", "preempted")

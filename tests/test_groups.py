@@ -9,11 +9,11 @@ import json
 import pytest
 import torch
 
+from llmexp.config.values import ConfigError
 from llmexp.models.gpt2 import GPT2
-from llmexp.settings.values import ConfigError
-from llmexp.update import groups, held, optim
-from llmexp.update.optimizers import adamw, lion, muon, sgd
-from llmexp.update.optimizers.settings import Group
+from llmexp.optim import groups, held, updating
+from llmexp.optim.optimizers import adamw, lion, muon, sgd
+from llmexp.optim.optimizers.settings import Group
 from tests.conftest import TINY, llmexp, train
 from tests.tools import exact, run_here, same_state, weights
 
@@ -43,10 +43,10 @@ def trained(name: str, lr: float, decay: float, found: list[Group]) -> dict[str,
     groups.by_name(model, optimizers, found)
     generator = torch.Generator().manual_seed(1)
     for factor in (0.5, 1.0, 0.7, 0.1):
-        assert optim.set_rate(optimizers, factor) == lr * factor  # the base rate
+        assert updating.set_rate(optimizers, factor) == lr * factor  # the base rate
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
-        optim.update(optimizers, torch.tensor(False))
+        updating.update(optimizers, torch.tensor(False))
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

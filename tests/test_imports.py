@@ -32,14 +32,14 @@ assert run(["prepare", *overrides]) == 0
 none_of("torch")
 assert run(["plan", *overrides]) == 0
 import torch
-from llmexp.update import held, optim
-from llmexp.update.optimizers import adamw, lion, muon, sgd
+from llmexp.optim import held, updating
+from llmexp.optim.optimizers import adamw, lion, muon, sgd
 for make in (adamw.adamw, sgd.sgd, muon.muon, lion.lion):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
     for optimizer in (optimizers := held.as_list(make(model, lr=0.1))):
         optimizer.load_state_dict(optimizer.state_dict())
-    optim.update(optimizers, torch.tensor(False))
+    updating.update(optimizers, torch.tensor(False))
     optimizers[0].zero_grad()
 none_of("torch._dynamo")
 """
@@ -93,7 +93,7 @@ def test_a_plain_run_imports_what_it_asks_for(tmp_path, monkeypatch):
     few += ("torch._dynamo", "torch._inductor")
     for process in ("command", "worker"):
         found = (tmp_path / f"{process}.modules").read_text().split()
-        assert "llmexp.settings.config" in found
+        assert "llmexp.config.sections" in found
         asked = {m for m in found if m.startswith("llmexp.features.") and m.endswith(".train")}
         asked -= {f"llmexp.features.{name}.train" for name in ("clip_table", "weight_norm")}
         assert [m for m in found if m.startswith(few)] == [], process

@@ -21,14 +21,15 @@ import pytest
 import yaml
 
 from llmexp import mesh
-from llmexp.runs.ledger import config_identity
-from llmexp.settings.config import OPEN_SECTIONS, Config, plain
-from llmexp.settings.convert import build, convert_value
-from llmexp.settings.knobs import affects, dead, deciding_result, fields, is_record, may_change
-from llmexp.settings.parts import COMMON, arguments
-from llmexp.settings.targets import arguments_of, locate, resolve
-from llmexp.settings.values import NO_DEFAULT, ConfigError, Knob, field_key, flatten, section_knobs
-from llmexp.settings.values import as_yaml as written
+from llmexp.config.convert import build, convert_value
+from llmexp.config.knobs import affects, dead, deciding_result, fields, is_record, may_change
+from llmexp.config.parts import COMMON, arguments
+from llmexp.config.sections import OPEN_SECTIONS, Config, plain
+from llmexp.config.targets import arguments_of, locate, resolve
+from llmexp.config.values import NO_DEFAULT, ConfigError, Knob, field_key, flatten, section_knobs
+from llmexp.config.values import as_yaml as written
+from llmexp.folders.ledger import config_identity
+from llmexp.optim.precision import settings_kept
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.evaluation import validate
@@ -36,7 +37,6 @@ from llmexp.train.set_up import set_up
 from llmexp.train.state import Progress
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
-from llmexp.update.precision import settings_kept
 from tests.conftest import ROOT
 from tests.tools import PACKAGE_OF, option
 

@@ -10,8 +10,8 @@ import warnings
 import pytest
 import torch
 
+from llmexp.optim import precision
 from llmexp.system.child import STOP
-from llmexp.update import precision
 from tests import leftovers
 
 

@@ -14,18 +14,18 @@ import torch
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
-from llmexp.forecast.rehearsal import cut_of, rehearse
-from llmexp.settings.config import plain
-from llmexp.settings.values import ConfigError
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
+from llmexp.forecast.dry_run import cut_of, rehearse
+from llmexp.optim import eval_weights, groups, states
+from llmexp.optim.optimizers import library
+from llmexp.optim.precision import settings_kept
+from llmexp.optim.trying import TriedTensors, Unfit
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.beginning import restore
 from llmexp.train.set_up import set_up
 from llmexp.train.step import seed_step, train_step
 from llmexp.train.windows import read_ahead
-from llmexp.update import faces, groups, states
-from llmexp.update.optimizers import library
-from llmexp.update.precision import settings_kept
-from llmexp.update.trying import TriedTensors, Unfit
 from tests.conftest import TINY, llmexp, train
 from tests.tools import amend, composed, equal, run_here
 
@@ -68,7 +68,7 @@ def steps(parts, s, first: int, last: int) -> list[float]:
 
 
 def saved(s, folder, step: int) -> loading.Loaded:
-    with faces.evaluating(s.optimizers, s.module) as trained:
+    with eval_weights.evaluating(s.optimizers, s.module) as trained:
         pieces = saving.snapshot(s.model, s.optimizers, 0, 1, True, None, trained)
     state = {
         "progress": {"step": step, "updates": step},
@@ -131,7 +131,7 @@ def test_a_plan_of_an_optimizer_that_reads_its_numbers_takes_the_tiny_copys():
 
 def test_a_skipped_update_leaves_every_bit(joined):
     """The step that follows is as if it had not been, for any of them."""
-    from llmexp.update import optim
+    from llmexp.optim import updating
 
     for name, overrides in OPTIONS.items():
         parts = parts_of(*overrides)
@@ -140,7 +140,7 @@ def test_a_skipped_update_leaves_every_bit(joined):
         before = snapshot_of(s)
         for p in s.parameters:
             p.grad.fill_(math.nan)
-        optim.update(s.optimizers, torch.tensor(True))
+        updating.update(s.optimizers, torch.tensor(True))
         for p in s.parameters:
             p.grad.zero_()
         assert equal(snapshot_of(s), before), name
@@ -172,7 +172,7 @@ def test_schedule_free_is_trained_at_one_point_and_evaluated_at_another(tmp_path
             want = 0.1 * z[n] + 0.9 * x[n]
             torch.testing.assert_close(named[n].detach(), want, rtol=1e-11, atol=1e-12)
     at = {n: p.detach().clone() for n, p in named.items()}
-    with faces.evaluating(s.optimizers, s.module) as kept:
+    with eval_weights.evaluating(s.optimizers, s.module) as kept:
         for n, p in named.items():
             torch.testing.assert_close(p.detach(), x[n], rtol=1e-11, atol=1e-12)
             assert torch.equal(kept[id(p)], at[n])

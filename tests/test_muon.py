@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llmexp.settings.values import ConfigError
-from llmexp.update.optimizers.muon import POLYNOMIALS, Muon, orthogonalize, polynomials
+from llmexp.config.values import ConfigError
+from llmexp.optim.optimizers.muon import POLYNOMIALS, Muon, orthogonalize, polynomials
 from tests.conftest import TINY
 from tests.tools import run_here
 

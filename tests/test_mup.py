@@ -1,7 +1,7 @@
 """model.parametrization=mup: initial weights, rates and multipliers of the package mup 1.0.0.
 
 Its formulas are written out here (`infinite`, `package_*`: mup/infshape.py, init.py, layer.py and
-optim.py of the version 1.0.0). Where the package is installed they are held against it: it is no
+updating.py of the version 1.0.0). Where the package is installed they are held against it: it is no
 dependency, as it asks for torchvision, which asks for one version of torch.
 """
 
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.config.values import ConfigError
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.logits import divisor_of
-from llmexp.settings.values import ConfigError
-from llmexp.update import groups, held, optim
-from llmexp.update.optimizers import adamw, library, lion, muon, sgd
+from llmexp.optim import groups, held, updating
+from llmexp.optim.optimizers import adamw, library, lion, muon, sgd
 from tests.conftest import TINY, llmexp
 
 BASE, WIDTH = 16, 64
@@ -97,7 +97,7 @@ def rates(model: nn.Module, built: Any) -> dict[str, tuple[float, float]]:
     """Rate and weight decay of each parameter."""
     optimizers = held.as_list(built)
     groups.by_width(model, optimizers)
-    optim.set_rate(optimizers, 1.0)
+    updating.set_rate(optimizers, 1.0)
     of = {id(p): g for o in optimizers for g in o.param_groups for p in g["params"]}
     return {
         name: (of[id(p)]["lr"], of[id(p)]["weight_decay"]) for name, p in model.named_parameters()

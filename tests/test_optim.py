@@ -10,13 +10,13 @@ import torch
 
 from llmexp import mesh
 from llmexp.models.gpt2 import GPT2
+from llmexp.optim import held, updating
+from llmexp.optim.optimizers import adamw, lion, muon, sgd
+from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
 from llmexp.train.windows import read_ahead
-from llmexp.update import held, optim
-from llmexp.update.optimizers import adamw, lion, muon, sgd
-from llmexp.update.precision import settings_kept
 from tests.conftest import TINY
 from tests.tools import composed, equal
 
@@ -57,14 +57,14 @@ def test_a_skipped_update_leaves_everything_and_the_next_is_as_if_it_had_not_bee
     for seed, skip in enumerate([True, False, True, True, False]):
         give_gradients(model, seed)
         before = state(model, optimizers)
-        optim.update(optimizers, yes if skip else no)
+        updating.update(optimizers, yes if skip else no)
         if skip:
             assert equal(state(model, optimizers)[0], before[0])
             if seed:  # at the very first step the kernels may make their zeros
                 assert equal(state(model, optimizers)[1], before[1])
         else:
             give_gradients(plain_model, seed)
-            optim.update(plain_optimizers, no)
+            updating.update(plain_optimizers, no)
             assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
 
 
@@ -77,25 +77,25 @@ def test_a_factor_on_the_update_is_one_on_the_gradients(name):
     for seed in range(4):
         give_gradients(model, seed)
         give_gradients(want, seed)
-        takes = all(map(optim.takes_factor, optimizers))
+        takes = all(map(updating.takes_factor, optimizers))
         assert takes or (name == "sgd" and seed == 0)  # which makes its momentum first
         for p in [*want.parameters(), *([] if takes else model.parameters())]:
             p.grad.mul_(factor)
-        optim.update(optimizers, no, factor if takes else None)
-        optim.update(want_optimizers, no)
+        updating.update(optimizers, no, factor if takes else None)
+        updating.update(want_optimizers, no)
         for p, w in zip(model.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(p.grad, w.grad, rtol=3 * 2**-24, atol=0)
             torch.testing.assert_close(p, w, rtol=4 * 2**-24, atol=4 * 6 * 0.1 * 2**-24)
 
 
 def test_what_looks_at_gradients_gets_them_clipped():
-    assert not any(map(optim.takes_factor, made("muon")[1][:1]))
+    assert not any(map(updating.takes_factor, made("muon")[1][:1]))
     [adamw] = made("adamw")[1]
-    assert optim.takes_factor(adamw)
+    assert updating.takes_factor(adamw)
     adamw.register_step_pre_hook(lambda *_: None)
-    assert not optim.takes_factor(adamw)
+    assert not updating.takes_factor(adamw)
     model, _ = made("plain")
-    assert not optim.takes_factor(torch.optim.AdamW(model.parameters(), fused=True))
+    assert not updating.takes_factor(torch.optim.AdamW(model.parameters(), fused=True))
 
 
 def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
@@ -108,7 +108,7 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
     parts = assemble(composed(*overrides))
     found = []
     for within in (False, True):
-        monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)
+        monkeypatch.setattr(updating, "clips_in_update", lambda *_, within=within: within)
         with settings_kept():
             s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
             windows = read_ahead(parts, s.mesh, 0)
@@ -156,16 +156,16 @@ def lion_formula(t, rate, decay, w, g, m, _):
 def test_it_is_the_formula_in_float64(build, formula, more):
     model = made("adamw")[0].double()
     optimizers = held.as_list(build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more))
-    assert optim._skips_on_device(optimizers[0])
+    assert updating._skips_on_device(optimizers[0])
     want = [p.detach().clone().numpy() for p in model.parameters()]
     kept = [(np.zeros_like(w), np.zeros_like(w)) for w in want]
     for t in range(1, 6):
         generator = torch.Generator().manual_seed(t)
-        rate = optim.set_rate(optimizers, 1 / t)
+        rate = updating.set_rate(optimizers, 1 / t)
         assert rate == 0.01 * (1 / t)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        optim.update(optimizers, torch.tensor(False))
+        updating.update(optimizers, torch.tensor(False))
         for n, p in enumerate(model.parameters()):
             decay = 0.2 if p.ndim >= 2 else 0.0
             want[n] = formula(t, rate, decay, want[n], p.grad.numpy(), *kept[n])
@@ -176,14 +176,14 @@ def test_the_host_waits_for_no_update_of_plain_sgd():
     """Without momentum there is no state that a skipped first step could leave uninitialised."""
     model, (plain,) = made("sgd without momentum")
     give_gradients(model, 0)
-    assert optim._skips_on_device(plain)
-    optim.update([plain], torch.tensor(False))
-    assert optim._skips_on_device(plain)
+    assert updating._skips_on_device(plain)
+    updating.update([plain], torch.tensor(False))
+    assert updating._skips_on_device(plain)
     model, (momentum,) = made("sgd")
-    assert not optim._skips_on_device(momentum)
+    assert not updating._skips_on_device(momentum)
     give_gradients(model, 0)
-    optim.update([momentum], torch.tensor(False))
-    assert optim._skips_on_device(momentum)
+    updating.update([momentum], torch.tensor(False))
+    assert updating._skips_on_device(momentum)
 
 
 def test_muon_gives_the_head_to_adamw_where_the_model_names_it():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from llmexp.config.values import ConfigError
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.settings.values import ConfigError
-from llmexp.update.patterns import first_matches, plain_names
+from llmexp.optim.patterns import first_matches, plain_names
 
 SIZES = {"vocab_size": 32, "max_position_embeddings": 8, "n_layers": 11, "n_heads": 2}
 SIZES |= {"d_model": 8, "d_ff": 8}

@@ -17,7 +17,7 @@ import torch
 
 import llmexp
 from llmexp.__main__ import run as command
-from llmexp.runs.rows import read_rows
+from llmexp.folders.rows import read_rows
 from tests import forks
 from tests.conftest import PATHS, ROOT, TINY, environment
 from tests.conftest import llmexp as run_llmexp

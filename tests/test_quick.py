@@ -12,7 +12,7 @@ from tools.quick import NAMED, near
     ("file", "first"),
     [
         ("tests/test_rows.py", "tests/test_rows.py"),
-        ("llmexp/update/schedule.py", "tests/test_schedule.py"),
+        ("llmexp/optim/schedule.py", "tests/test_schedule.py"),
         ("llmexp/verify/page.css", "tests/verify/"),
         ("llmexp/verify/gone.py", "tests/verify/"),
         ("tools/rooms.py", "tests/test_docs.py"),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmexp.runs import rows as module
-from llmexp.runs.rows import Rows, read_rows
+from llmexp.folders import rows as module
+from llmexp.folders.rows import Rows, read_rows
 from tests.conftest import TINY, llmexp
 from tests.tools import wait_for
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.config.sections import Batch, Train
+from llmexp.config.values import ConfigError
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import TokenCost, solve_budget, spent_of
 from llmexp.run.stages import Begin, stages_of
-from llmexp.settings.config import Batch, Train
-from llmexp.settings.values import ConfigError
 from tests.suggestions import PARSER, suggested
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.update import schedule
+from llmexp.optim import schedule
 
 totals = st.integers(1, 500)
 ends = st.floats(0, 1)

@@ -23,10 +23,10 @@ import yaml
 
 from llmexp import __version__
 from llmexp.__main__ import run
+from llmexp.config.knobs import dead, fields
+from llmexp.config.sections import Config
+from llmexp.config.values import flatten
 from llmexp.data.tokenizers.training import train_bpe
-from llmexp.settings.config import Config
-from llmexp.settings.knobs import dead, fields
-from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
 from tests.tools import HAS_CUDA, PACKAGE_OF, option

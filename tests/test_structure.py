@@ -69,10 +69,10 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_only_commands_import_ours_inside_functions():
     """Training and its parts do so, too, with what few configs or starts ask for."""
-    optional = ("llmexp.exchange", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
+    optional = ("llmexp.hf", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
     optional += ("llmexp.modes", "llmexp.data.documents")
     optional += ("llmexp.data.hub", "llmexp.data.shards", "llmexp.data.tables")
-    optional += ("llmexp.update.optimizers", "llmexp.update.twin", "llmexp.update.groups")
+    optional += ("llmexp.optim.optimizers", "llmexp.optim.twin", "llmexp.optim.groups")
     optional += ("llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape")
     optional += tuple(
         f"llmexp.models.{name}" for name in ("experts", "offload", "recompute", "rows")
@@ -139,7 +139,7 @@ def test_a_step_is_read_in_an_evening():
 
 
 def test_settings_and_run_import_the_standard_library_and_themselves_only():
-    alone = {"settings": ("llmexp.settings", "llmexp.features"), "run": ("llmexp.settings",)}
+    alone = {"settings": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
     for name, path in MODULES.items():
         if room(name) in alone or name == "llmexp.system.child":
             allowed = (*alone.get(room(name), ()), "llmexp.run.")

@@ -1,6 +1,6 @@
 """The smallest run, which most tests begin with."""
 
-from llmexp.settings.knobs import fields
+from llmexp.config.knobs import fields
 
 
 def there(*overrides: str) -> list[str]:

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from llmexp.__main__ import run
 from llmexp.compose.app import compose, hydra_app, typed_config
+from llmexp.config.sections import Config
 from llmexp.metrics.keys import TIMINGS
 from llmexp.models.loss import SummedLoss
-from llmexp.settings.config import Config
 from tests.conftest import HANG_S, ROOT, Result
 
 # The start of a module of hooks: each rank's part of a checkpoint takes a second longer.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
+from llmexp.config.knobs import fields
+from llmexp.config.sections import conf_dir
+from llmexp.config.targets import arguments_of, locate
+from llmexp.config.values import Knob, section_knobs
 from llmexp.forecast.section import PlanKnobs
-from llmexp.settings.config import conf_dir
-from llmexp.settings.knobs import fields
-from llmexp.settings.targets import arguments_of, locate
-from llmexp.settings.values import Knob, section_knobs
 from llmexp.sweep import ray, slurm
 from llmexp.sweep.section import Sweep
 from tests.tools import option

@@ -136,8 +136,8 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     from llmexp import mesh
     from llmexp.checkpoint import saving
     from llmexp.data.window import Window
-    from llmexp.forecast import rehearsal
-    from llmexp.mesh import pretend
+    from llmexp.forecast import dry_run
+    from llmexp.mesh import fake_group
     from llmexp.models import chunked
     from llmexp.train.assembly.assemble import assemble
     from llmexp.train.set_up import set_up
@@ -149,7 +149,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     counting = Plan() if planned else Collectives()
     with contextlib.ExitStack() as stack:
         if planned:
-            stack.enter_context(pretend.pretended(case.world, case.rank))
+            stack.enter_context(fake_group.pretended(case.world, case.rank))
         sizes = at.replicate_size, at.shard_size, at.tensor_parallel_size
         joined = mesh.join("cpu", case.kind, *sizes, reduces_once=case.once)
         modes = stack.enter_context(contextlib.ExitStack())
@@ -158,7 +158,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             whole = mock.patch.object(chunked, "chunk_sizes", return_value=(4096, 1 << 30))
             stack.enter_context(whole)
             both = counting, contextlib.nullcontext()  # it is fake and counts
-            without = functools.partial(rehearsal.without_memory, parts, modes, *both)
+            without = functools.partial(dry_run.without_memory, parts, modes, *both)
             parts = dataclasses.replace(
                 parts,
                 build_model=without,
@@ -166,7 +166,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             )
         s = set_up(parts, joined)
         if planned:
-            pretend.reduce_at_once(s.module)
+            fake_group.reduce_at_once(s.module)
         begun = itertools.count(1)
 
         def look(*_: Any) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("settings/config.py", "train", "mesh", "checkpoint", "data", "models", "update")
+CORE = ("config/sections.py", "train", "mesh", "checkpoint", "data", "models", "optim")
 ENDS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 LAYOUT = (*ENDS, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
 

@@ -3,7 +3,7 @@
 In reading order:
 
 folders       names of their folders: what is a checkpoint and what the rest of a killed save
-pieces        the tensors of a model and its optimizers, and the boxes of them that a rank holds
+slices        the tensors of a model and its optimizers, and the boxes of them that a rank holds
 tensor_files  one file of tensors, hashed while it is written
 hashes        damage and change, found by size, sha256 and time; files that are opened once
 stored        pieces in files: the index of all, the box that is read

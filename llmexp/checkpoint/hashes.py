@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.system.fileio import file_state, sha256
 
 OPENING = os.O_RDONLY | os.O_CLOEXEC

@@ -37,7 +37,7 @@ from llmexp.checkpoint.hashes import (
     open_undamaged,
     refuse_changed,
 )
-from llmexp.checkpoint.pieces import (
+from llmexp.checkpoint.slices import (
     Box,
     Piece,
     StoredPiece,
@@ -48,9 +48,9 @@ from llmexp.checkpoint.pieces import (
 )
 from llmexp.checkpoint.stored import copy_overlap, read_index_entry
 from llmexp.mesh.groups import Mesh, any_rank
+from llmexp.optim.eval_weights import finish
+from llmexp.optim.states import traits_of
 from llmexp.system.fileio import check_format, file_state, sha256
-from llmexp.update.faces import finish
-from llmexp.update.states import traits_of
 
 CHECKPOINT_FORMAT = 1
 STATE = "state.pt"

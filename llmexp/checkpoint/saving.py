@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import fingerprint
 from llmexp.checkpoint.loading import CHECKPOINT_FORMAT, NOT_RESTORED, STATE
-from llmexp.checkpoint.pieces import Piece, is_writer, named_tensors, names_by_id, piece_of
+from llmexp.checkpoint.slices import Piece, is_writer, named_tensors, names_by_id, piece_of
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
 from llmexp.models.common import all_finite
+from llmexp.optim.eval_weights import TRAINED
+from llmexp.optim.states import apart, traits_of
 from llmexp.system.fileio import flush_to_disk, write_json
-from llmexp.update.faces import TRAINED
-from llmexp.update.states import apart, traits_of
 
 
 @dataclass(frozen=True)

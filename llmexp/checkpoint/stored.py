@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmexp.checkpoint.pieces import TYPES, Piece, StoredPiece
+from llmexp.checkpoint.slices import TYPES, Piece, StoredPiece
 
 READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
 _SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need

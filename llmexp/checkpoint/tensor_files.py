@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmexp.checkpoint.pieces import TYPES
+from llmexp.checkpoint.slices import TYPES
 
 HASH_BYTES = 2**20  # that are hashed while a processor's cache holds them
 _ORDER = list(TYPES)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from llmexp.runs import rundir
-from llmexp.runs.naming import Name, Names, Weights, named_checkpoint
-from llmexp.runs.rundir import check_new
-from llmexp.settings.values import ConfigError, count
+from llmexp.config.values import ConfigError, count
+from llmexp.folders import rundir
+from llmexp.folders.naming import Name, Names, Weights, named_checkpoint
+from llmexp.folders.rundir import check_new
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def average(
         raise ConfigError("conflict", f"{twice[0]}: is named twice")
     folder = out or default_folder(found, weights)
     check_new(folder, "--out")
-    from llmexp.exchange import average as exchange
-    from llmexp.exchange.reading import open_checkpoint
+    from llmexp.hf import average as exchange
+    from llmexp.hf.reading import open_checkpoint
 
     opened = [open_checkpoint(path, step, weights) for path, step in found]
     exchange.write_average(opened, weights, folder)

@@ -17,7 +17,7 @@ from llmexp.compare.figures import UNITS
 from llmexp.compare.records import Result
 from llmexp.compare.sources import ONLINE
 from llmexp.compare.strangers import Asked
-from llmexp.settings.values import ConfigError, choice, knob
+from llmexp.config.values import ConfigError, choice, knob
 from llmexp.system.text import columns, framed
 from llmexp.tracker.reading import send_marks
 

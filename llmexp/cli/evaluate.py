@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from llmexp.cli.running import words_in
 from llmexp.compose import app, command_line, security
 from llmexp.compose.overrides import as_text, key_of
+from llmexp.config.sections import Config
+from llmexp.config.values import AUTO, ConfigError, choice, refuse, typed
+from llmexp.folders import rundir
+from llmexp.folders.naming import Weights, named_checkpoint
 from llmexp.run.layout import check_split, solve_layout
-from llmexp.runs import rundir
-from llmexp.runs.naming import Weights, named_checkpoint
-from llmexp.settings.config import Config
-from llmexp.settings.values import AUTO, ConfigError, choice, refuse, typed
 from llmexp.system.redact import warn
 from llmexp.system.text import tabled, with_interval
 
@@ -177,7 +177,7 @@ def evaluate(
 def figures_of(opened: Opened, config: Config, what: Any, joined: Any) -> dict[str, Any]:
     """Return the figures of an opened model in sets, or in tasks."""
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, placed_model
-    from llmexp.exchange.average import RECORD, facts_of
+    from llmexp.hf.average import RECORD, facts_of
 
     names, tasks_folder, count, by = what
     model = placed_model(opened)

@@ -27,6 +27,11 @@ from llmexp.compose.overrides import (
     written,
 )
 from llmexp.compose.putting import unknown
+from llmexp.config import sections
+from llmexp.config.knobs import affects, fields
+from llmexp.config.labels import ALIASES, short_value
+from llmexp.config.sections import Config, conf_dir
+from llmexp.config.values import ConfigError, flatten, section_knobs
 from llmexp.forecast.section import PlanKnobs
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set
 from llmexp.run import Run
@@ -34,11 +39,6 @@ from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.derived import Derived
 from llmexp.run.layout import DERIVED_SIZES, Layout
 from llmexp.run.rules import keys_set, rules_in_words
-from llmexp.settings import config as settings
-from llmexp.settings.config import Config, conf_dir
-from llmexp.settings.knobs import affects, fields
-from llmexp.settings.labels import ALIASES, short_value
-from llmexp.settings.values import ConfigError, flatten, section_knobs
 from llmexp.sweep.section import Sweep
 
 NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
@@ -96,7 +96,7 @@ def explained(cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     given = [str(o) for o in cfg.hydra.overrides.task]
     swept = swept_in(cfg)
     every = layers(cfg)
-    flat = flatten(settings.plain(config))
+    flat = flatten(sections.plain(config))
     of_commands: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(OF_COMMANDS)))
     flat |= flatten(of_commands)
     for layer in every:  # empty sections are no knobs yet
@@ -187,7 +187,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
         value, number = numbers.get(name), DERIVED[name]
         formula = fill_formula(number.formula, numbers)
     else:
-        value = flatten(settings.plain(config)).get(key)
+        value = flatten(sections.plain(config)).get(key)
         if not key.startswith("optimizer.") or "rule" not in numbers:
             open_still = value in (None, "auto")
             return {"value": value} if open_still else {"value": value, "derived": value}
@@ -236,7 +236,7 @@ def arguments_of_library(cfg: DictConfig, config: Config, key: str) -> dict[str,
     name, chosen = config.optimizer.get("name"), cfg.hydra.runtime.choices["optimizer"]
     if key.partition(".")[0] != "optimizer" or chosen != "library" or not name:
         return {}
-    from llmexp.update.optimizers import library
+    from llmexp.optim.optimizers import library
 
     return library.arguments_of_optimizer(str(name))
 

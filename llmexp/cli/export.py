@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from llmexp.runs.naming import Name, Weights, named_checkpoint
-from llmexp.runs.rundir import check_new
-from llmexp.settings.values import choice
+from llmexp.config.values import choice
+from llmexp.folders.naming import Name, Weights, named_checkpoint
+from llmexp.folders.rundir import check_new
 
 if TYPE_CHECKING:
-    from llmexp.exchange.export import Exported
+    from llmexp.hf.export import Exported
 
 
 def export(

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Annotated, Any, TextIO
 
 from llmexp.cli.running import Out, Paths, check_out, paths_of, write_out
-from llmexp.laws import answer, words
-from llmexp.laws.answer import FORMS
-from llmexp.laws.ladders import COUNTS
-from llmexp.settings.values import choice
+from llmexp.config.values import choice
+from llmexp.scaling import answer, words
+from llmexp.scaling.answer import FORMS
+from llmexp.scaling.ladders import COUNTS
 from llmexp.system.text import columns
 
 
@@ -50,7 +50,7 @@ class Laws:
 
 
 def _page(found: answer.Answer) -> str:
-    from llmexp.laws.page import page  # imports plotly
+    from llmexp.scaling.page import page  # imports plotly
 
     return page(found)
 

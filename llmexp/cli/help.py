@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.arguments import JSON_HELP, annotated, flag_of
-from llmexp.settings.config import conf_dir
-from llmexp.settings.knobs import fields
+from llmexp.config.arguments import JSON_HELP, annotated, flag_of
+from llmexp.config.knobs import fields
+from llmexp.config.sections import conf_dir
 
 MOST_USED = {
     "batch": "micro_batch_size gradient_accumulation_steps real_batch_size sequence_length",

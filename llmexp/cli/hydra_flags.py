@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from llmexp.compose import app, command_line
 from llmexp.compose.security import refuse_secrets, variables_kept
+from llmexp.config.values import ConfigError
 from llmexp.run.budget import BUDGETS, budgets_in
-from llmexp.settings.values import ConfigError
 from llmexp.system import child
 
 

@@ -9,9 +9,9 @@ from llmexp.cli.running import Paths, words_in
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
 from llmexp.compare.strangers import Asked
-from llmexp.laws.answer import TOP
-from llmexp.laws.narrowing import rung
-from llmexp.settings.values import knob
+from llmexp.config.values import knob
+from llmexp.scaling.answer import TOP
+from llmexp.scaling.narrowing import rung
 from llmexp.system.redact import warn
 
 

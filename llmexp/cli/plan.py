@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from llmexp.cli.running import CommandLine, Screen
 from llmexp.compose import app, command_line
+from llmexp.config.values import refuse
+from llmexp.folders import rundir
+from llmexp.folders.ledger import is_sweep, read_ledger
+from llmexp.folders.rundir import refuse_folder
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.section import build_plan
-from llmexp.runs import rundir
-from llmexp.runs.ledger import is_sweep, read_ledger
-from llmexp.runs.rundir import refuse_folder
-from llmexp.settings.values import refuse
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.points import load_points, split_duplicates
 

@@ -9,10 +9,10 @@ from typing import Any
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.cli.running import CommandLine
 from llmexp.compose import app
-from llmexp.settings.config import Config
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError
-from llmexp.settings.variables import fill
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
+from llmexp.config.variables import fill
 from llmexp.sweep import ray
 from llmexp.system.text import aligned
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import ConfigError
 from llmexp.data.progress import ProgressBar
 from llmexp.data.shards import prepare_part
 from llmexp.data.work import Part, Work
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster
 
 CPUS = 4  # of a task: one reads, and feeds so many that encode

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.convert import convert_section
-from llmexp.settings.values import choice, knob, refuse
+from llmexp.config.convert import convert_section
+from llmexp.config.values import choice, knob, refuse
 
 PART = "3/16"
 

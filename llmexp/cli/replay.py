@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, knob
+from llmexp.config.values import ConfigError, knob
+from llmexp.folders import rundir
 from llmexp.system.text import aligned, tabled
 from llmexp.verify.replay import ReplayOf, last_step, repeat
 

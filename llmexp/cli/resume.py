@@ -14,13 +14,13 @@ from llmexp.cli.running import run_command
 from llmexp.compose import app, command_line, security
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
+from llmexp.config.convert import with_knobs
+from llmexp.config.labels import plural
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError, quoted, refuse
+from llmexp.folders import ledger, rundir
+from llmexp.folders.naming import named_checkpoint
 from llmexp.run.budget import BUDGETS, NO_BUDGET
-from llmexp.runs import ledger, rundir
-from llmexp.runs.naming import named_checkpoint
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.system import child
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from llmexp.settings.arguments import Held, Parser, call
-from llmexp.settings.values import ConfigError
+from llmexp.config.arguments import Held, Parser, call
+from llmexp.config.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE, release_signals
 from llmexp.system.redact import redacted, warn

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
 from llmexp.checkpoint.hashes import open_undamaged
 from llmexp.cli.running import Paths, paths_of
-from llmexp.runs import rundir
-from llmexp.runs.find import SweepFolder, find
-from llmexp.runs.folder import STATES, RunFolder, clean_name
-from llmexp.runs.steps import steps_in
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, choice
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError, choice
+from llmexp.folders import rundir
+from llmexp.folders.find import SweepFolder, find
+from llmexp.folders.folder import STATES, RunFolder, clean_name
+from llmexp.folders.steps import steps_in
 from llmexp.system import fileio
 from llmexp.system.child import DONE
 from llmexp.system.console import banner

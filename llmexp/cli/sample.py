@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmexp.cli.evaluate import ranks_of, refuse_sections, with_data
-from llmexp.runs.naming import Name, Weights, named_checkpoint
-from llmexp.settings.values import count, knob
+from llmexp.config.values import count, knob
+from llmexp.folders.naming import Name, Weights, named_checkpoint
 
 
 @dataclass(frozen=True)

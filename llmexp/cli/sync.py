@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from llmexp.settings.values import choice
+from llmexp.config.values import choice
 from llmexp.tracker import sync as uploading
 from llmexp.tracker.answer import SweepAnswer
 from llmexp.tracker.stores import STORES

@@ -8,12 +8,12 @@ from typing import Annotated
 
 from llmexp.cli.running import CommandLine
 from llmexp.compose import app
+from llmexp.config.commands import command
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import ConfigError, choice, knob
 from llmexp.data.encode import PATTERNS
 from llmexp.data.tokenizers.training import SMALLEST, train_bpe
-from llmexp.runs.rundir import check_new
-from llmexp.settings.commands import command
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError, choice, knob
+from llmexp.folders.rundir import check_new
 from llmexp.system.fileio import write_whole
 
 

@@ -24,9 +24,9 @@ from llmexp.compose.app import (
 )  # fmt: skip
 from llmexp.compose.command_line import refuse_unused
 from llmexp.compose.security import fill_tracker, refuse_secrets
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, conf_dir, plain
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.config.sections import Config, conf_dir, plain
+from llmexp.config.values import ConfigError, refuse
+from llmexp.folders import rundir
 from llmexp.system.child import say
 
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 from llmexp import __version__
 from llmexp.cli.running import CommandLine
 from llmexp.compose import app, command_line, security
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, plain
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import AUTO, ConfigError, knob, nearest, refuse
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import AUTO, ConfigError, knob, nearest, refuse
+from llmexp.folders import rundir
 from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted, warn
 from llmexp.system.workers import warm
@@ -154,7 +154,7 @@ def write_record(
 
     `passed` None: there is no verdict, because of `error`.
     """
-    from llmexp.runs.versions import source_commit, versions
+    from llmexp.folders.versions import source_commit, versions
 
     found = {
         "format": 1,

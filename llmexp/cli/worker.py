@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs import rundir
-from llmexp.runs.ending import conclude_run, how_it_left, what_is_left
-from llmexp.settings.values import refusal
+from llmexp.config.values import refusal
+from llmexp.folders import rundir
+from llmexp.folders.ending import conclude_run, how_it_left, what_is_left
 from llmexp.system.child import DONE, FAILED, REFUSED, hand_over, how_it_died, signals_passed_on
 from llmexp.system.redact import warn
 from llmexp.system.workers import start_worker

@@ -12,7 +12,7 @@ position       the tokens, steps or seconds at which losses are compared
 folding        which runs are one setting, and which settings are one computation
 inference      one statistical model of all settings of a sweep: whether a difference is real
 statistics     means and their intervals, quantiles, seeds that would be needed
-spending       5 % of error, shared out over the looks of a sweep that decides by itself
+alpha_spending 5 % of error, shared out over the looks of a sweep that decides by itself
 looks          how settings stand at one look, or at several
 judging        verdicts: budgets, who leads, how the others stand, rounding, effects of keys
 headline       the result in one line of one shape

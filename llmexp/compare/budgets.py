@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from llmexp.config.labels import short_label
 from llmexp.run.budget import BUDGETS
-from llmexp.settings.labels import short_label
 from llmexp.system.text import first_of
 
 # share by which budgets and schedules may differ, such as by a last window that is left out

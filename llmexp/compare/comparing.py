@@ -30,9 +30,9 @@ from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result,
 from llmexp.compare.screening import screen
 from llmexp.compare.sources import gathered
 from llmexp.compare.strangers import Asked
-from llmexp.settings.commands import command
-from llmexp.settings.knobs import SEED
-from llmexp.settings.values import ConfigError, nearest
+from llmexp.config.commands import command
+from llmexp.config.knobs import SEED
+from llmexp.config.values import ConfigError, nearest
 
 
 def compare(

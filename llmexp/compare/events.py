@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.strangers import OtherRun
-from llmexp.runs.find import looks_like_run
-from llmexp.settings.commands import need_package
-from llmexp.settings.labels import parse_value
+from llmexp.config.commands import need_package
+from llmexp.config.labels import parse_value
+from llmexp.folders.find import looks_like_run
 from llmexp.system.redact import clean
 
 _FILES = "events.out.tfevents.*"

@@ -33,9 +33,9 @@ from llmexp.compare.records import (
     Target,
     column_of,
 )
+from llmexp.config.knobs import is_record
+from llmexp.config.values import ConfigError
 from llmexp.metrics.keys import ROW_KEYS, SCORES, is_of_named_set, is_score, title_of
-from llmexp.settings.knobs import is_record
-from llmexp.settings.values import ConfigError
 from llmexp.system.text import number
 
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps

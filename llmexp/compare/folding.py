@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from llmexp.compare.figures import columns_of, over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
+from llmexp.config.knobs import SEED, affects
+from llmexp.config.labels import short_label
+from llmexp.config.rules import rule_sets_batch
+from llmexp.folders.folder import STATES
 from llmexp.metrics.keys import is_score
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS
-from llmexp.runs.folder import STATES
-from llmexp.settings.knobs import SEED, affects
-from llmexp.settings.labels import short_label
-from llmexp.settings.rules import rule_sets_batch
 from llmexp.system.text import one_line
 
 FORK, RULE = "fork.run", "optimizer.rule"

@@ -25,7 +25,7 @@ from llmexp.compare.records import (
     half_width,
     labels,
 )
-from llmexp.settings.labels import plural, short_value
+from llmexp.config.labels import plural, short_value
 from llmexp.system.text import amount
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.compare.alpha_spending import ALPHA, level_of
 from llmexp.compare.budgets import CLOSE
 from llmexp.compare.figures import cap_of, task
 from llmexp.compare.folding import batch_cut, varying
@@ -32,11 +33,10 @@ from llmexp.compare.records import (
     Setting,
     Verdict,
 )
-from llmexp.compare.spending import ALPHA, level_of
 from llmexp.compare.statistics import seeds_needed
-from llmexp.settings.labels import short_label
-from llmexp.settings.labels import short_value as value
-from llmexp.update.schedule import DECAYS
+from llmexp.config.labels import short_label
+from llmexp.config.labels import short_value as value
+from llmexp.optim.schedule import DECAYS
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters

@@ -11,13 +11,13 @@ from statistics import fmean, median
 from typing import Any
 
 from llmexp.compare.records import TWIN, Record, Result, Setting
+from llmexp.config.commands import command_words, own_parts
+from llmexp.config.knobs import SEED, is_record
+from llmexp.config.labels import plural
+from llmexp.config.values import override_value, pasteable
+from llmexp.folders import ledger
 from llmexp.forecast.duration import START_S
 from llmexp.run.budget import BUDGETS
-from llmexp.runs import ledger
-from llmexp.settings.commands import command_words, own_parts
-from llmexp.settings.knobs import SEED, is_record
-from llmexp.settings.labels import plural
-from llmexp.settings.values import override_value, pasteable
 from llmexp.system.text import columns, duration, in_lines
 
 _PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")

@@ -15,13 +15,13 @@ from llmexp.compare.inference import FEW
 from llmexp.compare.judging import needed
 from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
+from llmexp.config.convert import check_range
+from llmexp.config.knobs import SEED, fields, fresh_seeds
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError, override_value
+from llmexp.folders import ledger
+from llmexp.folders.ending import COMES_AGAIN
 from llmexp.run.budget import BUDGETS, sized_by
-from llmexp.runs import ledger
-from llmexp.runs.ending import COMES_AGAIN
-from llmexp.settings.convert import check_range
-from llmexp.settings.knobs import SEED, fields, fresh_seeds
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, override_value
 from llmexp.system.text import listed
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them

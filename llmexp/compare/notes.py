@@ -27,11 +27,11 @@ from llmexp.compare.records import (
     figure_text,
 )
 from llmexp.compare.screening import importances, spelled
+from llmexp.config.knobs import SEED
+from llmexp.config.labels import plural
+from llmexp.folders.ledger import is_running
+from llmexp.folders.rundir import how_to_resume
 from llmexp.run.budget import sized_by
-from llmexp.runs.ledger import is_running
-from llmexp.runs.rundir import how_to_resume
-from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural
 from llmexp.system.text import Note, amount, duration, first_of, listed, said
 
 _BATCH = {

@@ -15,7 +15,7 @@ from llmexp.compare.figures import UNITS
 from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, marks_of, shown_columns
-from llmexp.settings.labels import plural
+from llmexp.config.labels import plural
 from llmexp.system import fileio
 from llmexp.system.text import number, shown
 from llmexp.tracker.answer import SweepAnswer

@@ -40,11 +40,11 @@ from llmexp.compare.records import (
     half_width,
 )
 from llmexp.compare.screening import spelled
-from llmexp.runs.layers import by_layer
-from llmexp.runs.rows import walk_rows
-from llmexp.runs.rundir import LAYERS, by_number
-from llmexp.settings.labels import plural, short_label, short_value
-from llmexp.settings.values import ConfigError
+from llmexp.config.labels import plural, short_label, short_value
+from llmexp.config.values import ConfigError
+from llmexp.folders.layers import by_layer
+from llmexp.folders.rows import walk_rows
+from llmexp.folders.rundir import LAYERS, by_number
 from llmexp.system.text import number
 
 STEPS = 200  # of a run's layers, at most

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.records import Record
-from llmexp.runs import rundir
-from llmexp.runs.door import scan_rows
-from llmexp.runs.find import SweepFolder
-from llmexp.runs.folder import RunFolder, clean_name
-from llmexp.runs.rows import LINEAGE
-from llmexp.runs.steps import FIELDS, STEPS_BIN, steps_in
-from llmexp.settings.labels import plural
+from llmexp.config.labels import plural
+from llmexp.folders import rundir
+from llmexp.folders.door import scan_rows
+from llmexp.folders.find import SweepFolder
+from llmexp.folders.folder import RunFolder, clean_name
+from llmexp.folders.rows import LINEAGE
+from llmexp.folders.steps import FIELDS, STEPS_BIN, steps_in
 from llmexp.system.redact import clean
 
 _MOST = 2**25  # steps: a file of 1 GiB

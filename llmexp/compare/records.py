@@ -15,10 +15,10 @@ import numpy as np
 from llmexp.compare.budgets import Spent
 from llmexp.compare.inference import Difference
 from llmexp.compare.screening import Screen
+from llmexp.config.knobs import SEED, is_record
+from llmexp.config.labels import short_keys
+from llmexp.folders.ledger import Look
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, is_score
-from llmexp.runs.ledger import Look
-from llmexp.settings.knobs import SEED, is_record
-from llmexp.settings.labels import short_keys
 from llmexp.system.text import amount, listed, shown, with_interval
 
 TWIN = "train.twin"

@@ -22,9 +22,9 @@ from llmexp.compare.strangers import (
     state_of,
 )
 from llmexp.compare.tables import flattened, is_table, runs_of
-from llmexp.runs.find import find, paths_of
-from llmexp.settings.labels import parse_value
-from llmexp.settings.values import ConfigError
+from llmexp.config.labels import parse_value
+from llmexp.config.values import ConfigError
+from llmexp.folders.find import find, paths_of
 from llmexp.system.text import number
 from llmexp.tracker.reading import (
     WandbRun,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.records import Record, is_execution, own_seed
-from llmexp.settings.knobs import SEED
-from llmexp.settings.values import ConfigError, nearest
+from llmexp.config.knobs import SEED
+from llmexp.config.values import ConfigError, nearest
 from llmexp.system.text import listed, number
 
 _AXES = {

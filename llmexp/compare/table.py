@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from llmexp import features
 from llmexp.compare.records import REACHED, TWIN, Result, Setting, difference, figure_text
+from llmexp.config.labels import short_keys, short_value
 from llmexp.metrics.keys import is_of_named_set
-from llmexp.settings.labels import short_keys, short_value
 from llmexp.system import child
 from llmexp.system.printing import Printer, Shown
 from llmexp.tracker.wandb import MARKS

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.strangers import Asked, OtherRun, axis_in, names_seed, of_figures, state_of
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.labels import parse_value
-from llmexp.settings.values import ConfigError
+from llmexp.config.commands import how_to_install
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.labels import parse_value
+from llmexp.config.values import ConfigError
 from llmexp.system.redact import clean
 from llmexp.system.text import listed, number
 

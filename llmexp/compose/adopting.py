@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from llmexp.compose.overrides import COMMAND_LINE, key_of, layers, typed_in
+from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
+from llmexp.config.variables import fill
 from llmexp.run.batch import CUT_KEYS
 from llmexp.run.rules import BATCH_KEYS, keys_set
-from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
-from llmexp.settings.variables import fill
 
 SHAPE = (*SHAPE_KEYS, "head_dim")
 
@@ -51,8 +51,8 @@ def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
 
     Those that the command line or an experiment gives stay: where they differ, the run is refused
     when its parts are checked."""
-    from llmexp.exchange.families import USUAL
-    from llmexp.exchange.sizes import sizes_of
+    from llmexp.hf.families import USUAL
+    from llmexp.hf.sizes import sizes_of
 
     found = sizes_of(str(fill(model["init_from"], "model.init_from")))
     if found is None or found[0] != model.get("_target_"):

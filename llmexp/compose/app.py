@@ -56,15 +56,12 @@ from llmexp.compose.security import (
     search_path,
     variables_kept,
 )
-from llmexp.run.budget import replace_budgets
-from llmexp.runs import rundir
-from llmexp.runs.ledger import is_sweep
-from llmexp.settings import config as settings
-from llmexp.settings.config import FOLDER_NAME, OPEN_SECTIONS, Config, conf_dir
-from llmexp.settings.convert import build
-from llmexp.settings.kinds import Kind
-from llmexp.settings.knobs import dead, defaults
-from llmexp.settings.values import (
+from llmexp.config import sections
+from llmexp.config.convert import build
+from llmexp.config.kinds import Kind
+from llmexp.config.knobs import dead, defaults
+from llmexp.config.sections import FOLDER_NAME, OPEN_SECTIONS, Config, conf_dir
+from llmexp.config.values import (
     NO_DEFAULT,
     NUMBER_OR_WORD,
     ConfigError,
@@ -72,7 +69,10 @@ from llmexp.settings.values import (
     hint,
     refuse,
 )
-from llmexp.settings.variables import VARIABLE
+from llmexp.config.variables import VARIABLE
+from llmexp.folders import rundir
+from llmexp.folders.ledger import is_sweep
+from llmexp.run.budget import replace_budgets
 from llmexp.system.child import handling
 
 CONFIG_NAME = "config"
@@ -335,7 +335,7 @@ def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:
 
     That is on the command line to any value but null, and in a file to a value of its own. What
     was not `chosen` now, but is the config of an earlier run, is let be."""
-    flat, given = flatten(settings.plain(config)), set[str]()
+    flat, given = flatten(sections.plain(config)), set[str]()
     for override in parsed(typed_in(cfg)):
         given |= set_by(override).keys()
     for key, (why, instead) in dead(flat).items():

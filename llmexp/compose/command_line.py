@@ -17,9 +17,9 @@ from hydra.errors import HydraException
 
 from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.compose.security import KEPT_BACK
-from llmexp.runs import rundir
-from llmexp.settings.arguments import add_arguments, annotated, kind_of_argparse
-from llmexp.settings.values import ConfigError, override_value, pasteable, refuse, typed
+from llmexp.config.arguments import add_arguments, annotated, kind_of_argparse
+from llmexp.config.values import ConfigError, override_value, pasteable, refuse, typed
+from llmexp.folders import rundir
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 

@@ -17,17 +17,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
 from llmexp.compose.overrides import PARENT, key_of, parsed, written
+from llmexp.config.convert import with_knobs
+from llmexp.config.knobs import fields
+from llmexp.config.sections import Config, conf_dir, plain
+from llmexp.config.values import AUTO, ConfigError, quoted, refuse
+from llmexp.folders import rundir
+from llmexp.folders.door import read_yaml
+from llmexp.folders.naming import named_checkpoint
 from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import batch_is_open
-from llmexp.runs import rundir
-from llmexp.runs.door import read_yaml
-from llmexp.runs.naming import named_checkpoint
-from llmexp.settings.config import Config, conf_dir, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.knobs import fields
-from llmexp.settings.values import AUTO, ConfigError, quoted, refuse
 
 _BRINGS = re.compile(r"(\\*)\$\{(oc\.env:[^{},]+\})?")
 
@@ -152,7 +152,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
     schedule, step = tree.get("schedule"), fork["step"]
     if not isinstance(schedule, dict) or not isinstance(step, int):
         return run
-    ours = schedule.get("_target_") == "llmexp.update.schedule.cooldown"
+    ours = schedule.get("_target_") == "llmexp.optim.schedule.cooldown"
     if ours and schedule.get("decay_start", step) is None:
         schedule["decay_start"] = step
         if not budgets_in(overrides) and isinstance(tree.get("train"), dict):

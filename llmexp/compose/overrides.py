@@ -22,9 +22,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp.settings.config import conf_dir
-from llmexp.settings.knobs import takes_text
-from llmexp.settings.values import (
+from llmexp.config.knobs import takes_text
+from llmexp.config.sections import conf_dir
+from llmexp.config.values import (
     NO_DEFAULT,
     NUMBER_OR_WORD,
     flatten,

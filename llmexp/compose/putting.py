@@ -23,10 +23,10 @@ from llmexp.compose.overrides import (
     unresolved,
     written,
 )
-from llmexp.settings.commands import command
-from llmexp.settings.knobs import dead, fields
-from llmexp.settings.rules import LIBRARY_TARGET
-from llmexp.settings.values import (
+from llmexp.config.commands import command
+from llmexp.config.knobs import dead, fields
+from llmexp.config.rules import LIBRARY_TARGET
+from llmexp.config.values import (
     NO_DEFAULT,
     ConfigError,
     as_yaml,

@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from llmexp.compose.overrides import key_of, parsed, unresolved
-from llmexp.runs.door import config_text
-from llmexp.settings.config import OPEN_SECTIONS
-from llmexp.settings.targets import RESERVED, inside_allowed, refuse_calls
-from llmexp.settings.tracking import with_environment
-from llmexp.settings.values import ConfigError, nested, refuse
-from llmexp.settings.variables import VARIABLE, is_secret
+from llmexp.config.sections import OPEN_SECTIONS
+from llmexp.config.targets import RESERVED, inside_allowed, refuse_calls
+from llmexp.config.tracking import with_environment
+from llmexp.config.values import ConfigError, nested, refuse
+from llmexp.config.variables import VARIABLE, is_secret
+from llmexp.folders.door import config_text
 from llmexp.system.redact import redacted, secrets
 
 SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"

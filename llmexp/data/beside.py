@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.values import ConfigError
 from llmexp.data.stream import Shard
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.values import ConfigError
 
 SHARD_MANIFEST = "manifest.json"
 DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes

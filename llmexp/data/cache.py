@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.values import ConfigError, refuse
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import file_state, sampled, write_whole
 
 

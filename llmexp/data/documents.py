@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from llmexp.config.values import refuse
 from llmexp.data import sniffing
 from llmexp.data.records import (
     BadRecord,
@@ -29,7 +30,6 @@ from llmexp.data.records import (
 )
 from llmexp.data.remote import open_file
 from llmexp.data.sniffing import BLANK, BOM, damage_named, kind_of_file, unpacked
-from llmexp.settings.values import refuse
 
 
 def read_documents(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.system.devices import cpu_count
 from llmexp.system.fileio import sha256
 from llmexp.system.text import first_of

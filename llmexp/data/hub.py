@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import refuse, typed
 from llmexp.data.matching import SAVED, readable, walk
 from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, reading
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import refuse, typed
 
 
 def read_dataset(

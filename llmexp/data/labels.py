@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.values import refuse
 from llmexp.data.cache import cached
 from llmexp.data.files import allow_open_files, files_fingerprint
 from llmexp.data.matching import match_files
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.token_files import open_tokens
-from llmexp.settings.values import refuse
 
 NO_TARGET = -100
 BLOCK_LABELS = 1 << 20  # labels that are compared at a time

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import refuse, typed
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import refuse, typed
 from llmexp.system.text import first_of
 
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk

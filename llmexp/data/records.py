@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.system.text import first_of
 
 

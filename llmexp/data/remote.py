@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmexp.config.commands import need_package
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import ConfigError, refuse
 from llmexp.data.cache import cached, entry_path, read_cache_entry, write_entry
 from llmexp.data.files import sha256_of
 from llmexp.data.matching import match_files, named_once, patterns_of
-from llmexp.settings.commands import need_package
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError, refuse
 
 _T = TypeVar("_T")
 ANSWER_S = 10.0  # a web server that is silent for so long is given up

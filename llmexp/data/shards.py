@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import ConfigError
 from llmexp.data.beside import SHARD_MANIFEST
 from llmexp.data.cache import building, id_type
 from llmexp.data.encode import ahead, pieces_of
@@ -35,8 +37,6 @@ from llmexp.data.stored import SourceShards, open_shards, stream_of
 from llmexp.data.stream import DataChanged, sample_digest
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import SHARD_FORMAT, Part, Work, work_of
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import flush_to_disk, write_whole
 from llmexp.system.text import size_text
 

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import refuse
 from llmexp.data.remote import is_remote, open_file, reading
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import refuse
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.values import ConfigError
 from llmexp.data.beside import SHARD_MANIFEST
 from llmexp.data.files import allow_open_files
 from llmexp.data.records import Counts
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.work import Work
-from llmexp.settings.values import ConfigError
 
 
 @dataclass(frozen=True)

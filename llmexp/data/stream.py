@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmexp.config.kinds import Kind
+from llmexp.config.values import ConfigError
 from llmexp.data.files import cut_text
-from llmexp.settings.kinds import Kind
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import file_state, sampled
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import refuse
 from llmexp.data.records import BadRecord, Record, as_text
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import refuse
 from llmexp.system.text import first_of
 
 ROWS_AT_ONCE = 1024  # read at a time

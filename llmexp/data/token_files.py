@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.labels import plural
+from llmexp.config.values import refuse
 from llmexp.data.cache import cached
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.labels import plural
-from llmexp.settings.values import refuse
 
 NUMPY = b"\x93NUMPY"
 # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)

@@ -12,14 +12,14 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmexp.config.targets import resolve
+from llmexp.config.values import ConfigError, refuse
 from llmexp.data.cache import cache_folder
 from llmexp.data.records import Counts, Document, count_records, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.sniffing import kind_of_file
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.targets import resolve
-from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.fileio import file_state
 
 TRAIN = "train"

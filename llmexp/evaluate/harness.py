@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from llmexp.runs import rundir
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import ConfigError
+from llmexp.config.commands import need_package
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
 from llmexp.system.text import one_line
 from llmexp.train.assembly.opening import export_run
 

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 
 from llmexp import mesh
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
+from llmexp.config.variables import fill
 from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
+from llmexp.folders import rundir
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import SummedLoss, looking
-from llmexp.runs import rundir
-from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError
-from llmexp.settings.variables import fill
+from llmexp.optim import precision
 from llmexp.system.redact import as_recorded, redacted, warn
 from llmexp.tasks import scoring
 from llmexp.train.assembly.inputs import build_corpus, document_end
 from llmexp.train.assembly.opening import Opened, device_of
-from llmexp.update import precision
 
 SCAN_TOKENS = 1 << 20
 

@@ -4,7 +4,7 @@ The files of a feature are named after the rooms that they stand in. A room coll
 and names none of them; a feature is removed by its folder, its line in FEATURES, and those of its
 knobs in conf/.
 
-settings   its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
+config     its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
            `KEYS` of its figures in the rows; `OFF`: values that turn it off in proofs; knobs that
            change neither time nor memory of a step (`NO_WORK`), or only by being set or not
            (`SOMETIMES`); `Status`: its kinds in status.json
@@ -15,7 +15,7 @@ assembly   `check`: refuses a config before anything is built; `prepare`: what i
            `check_model`: refuses a model
 rule       `RULES` of clipping, of which a run takes one
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
-runs       `start`, beside that of a process that makes runs; `record`, into the folder of each;
+folders    `start`, beside that of a process that makes runs; `record`, into the folder of each;
            `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `section`: a section of the page
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
@@ -78,7 +78,7 @@ def parts(room: str) -> tuple[Any, ...]:
 def asked_for(config: Any, room: str) -> Iterator[Any]:
     """Yield the modules in a room of those that a config asks for; no other is imported."""
     for name in FEATURES:
-        asked = getattr(part(name, "settings"), "asked", None)
+        asked = getattr(part(name, "config"), "asked", None)
         if asked and asked(config) and (there := part(name, room)):
             yield there
 

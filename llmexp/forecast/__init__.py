@@ -4,7 +4,7 @@ In reading order:
 
 section    the section `plan` of a command
 counting   memory of tensors that have none
-rehearsal  a step of a run on such tensors, cut in any way, for any device
+dry_run    a step of a run on such tensors, cut in any way, for any device
 process    what a process that trains on a CPU holds beside its model
 memory     what a rank holds, whether that fits, and what would make it fit
 host       what ranks take of their host's memory at a start, a save and a load

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmexp import features
+from llmexp.config.labels import plural
+from llmexp.config.sections import Config
 from llmexp.run import Run
-from llmexp.settings.config import Config
-from llmexp.settings.labels import plural
 from llmexp.system.devices import Device
 from llmexp.system.text import duration
 

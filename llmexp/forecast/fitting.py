@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.convert import build, with_knobs
+from llmexp.config.knobs import deciding_work
+from llmexp.config.sections import Config
+from llmexp.config.values import AUTO, ConfigError, error_record, refuse
+from llmexp.folders.remembered import MEMORY, remember, remembered
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import AllRanks, Died, Lost, measured
 from llmexp.modes.micro_batch import cut, is_open
-from llmexp.runs.remembered import MEMORY, remember, remembered
-from llmexp.settings.config import Config
-from llmexp.settings.convert import build, with_knobs
-from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import AUTO, ConfigError, error_record, refuse
 from llmexp.system import hardware
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.devices import Device, device_called

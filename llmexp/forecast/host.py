@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from llmexp.checkpoint.stored import READ_BYTES
-from llmexp.forecast.rehearsal import Cut, Footprint
+from llmexp.forecast.dry_run import Cut, Footprint
 from llmexp.models.initial import BLOCK
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import mesh
+from llmexp.config.convert import with_knobs
+from llmexp.config.knobs import fields
+from llmexp.config.sections import Config, plain
+from llmexp.folders import rundir
+from llmexp.folders.door import config_yaml
 from llmexp.modes.micro_batch import POLL_S, STORE
-from llmexp.runs import rundir
-from llmexp.runs.door import config_yaml
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.knobs import fields
 from llmexp.system import fileio
 from llmexp.system.child import DONE, first_to_go_without_memory, how_it_died, kill_family
 from llmexp.system.workers import start_worker

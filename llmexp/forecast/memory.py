@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from llmexp.config.execution import Parallelism
+from llmexp.config.values import refuse
+from llmexp.forecast.dry_run import KINDS, Cut, Footprint, cut_of, rehearse
 from llmexp.forecast.process import process_bytes
-from llmexp.forecast.rehearsal import KINDS, Cut, Footprint, cut_of, rehearse
 from llmexp.models.loss import blocks_of
 from llmexp.run.batch import shared_sequences
 from llmexp.run.layout import solve_layout
-from llmexp.settings.execution import Parallelism
-from llmexp.settings.values import refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device
 from llmexp.system.text import gib

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmexp.config.sections import Config
 from llmexp.forecast.duration import Cost
 from llmexp.run import Run
-from llmexp.settings.config import Config
 from llmexp.system.console import banner
 
 _Rows = list[tuple[str, str]]

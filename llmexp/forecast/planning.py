@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+from llmexp.config.convert import with_knobs
+from llmexp.config.knobs import deciding_work
+from llmexp.config.sections import Config
+from llmexp.config.values import AUTO, ConfigError, is_ours, refuse
+from llmexp.folders import rundir
+from llmexp.folders.remembered import MEMORY, remember
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import known
@@ -21,12 +27,6 @@ from llmexp.models.recompute import recomputed_share
 from llmexp.modes.calibration import MOST
 from llmexp.modes.micro_batch import cut
 from llmexp.run.banner import banner_sections
-from llmexp.runs import rundir
-from llmexp.runs.remembered import MEMORY, remember
-from llmexp.settings.config import Config
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import AUTO, ConfigError, is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.devices import Device, device_named
 from llmexp.system.text import one_line

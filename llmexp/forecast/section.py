@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.convert import convert_section
-from llmexp.settings.values import knob, refuse
+from llmexp.config.convert import convert_section
+from llmexp.config.values import knob, refuse
 from llmexp.system.devices import device_named
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.

@@ -7,7 +7,7 @@ wrap      DDP and compilation, from outside
 sharding  FSDP and tensor parallelism
 sequence  tokens between products, spread over tensor-parallel ranks
 ranks     start the ranks of a host, watch them, start again when one is lost
-pretend   one rank of a run, played alone
+fake_group one rank of a run, played alone
 """
 
 from llmexp.mesh.groups import (

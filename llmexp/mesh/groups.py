@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 
 # names the file through which the ranks of one host meet
 MEETING = "LLMEXP_MEETING"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from llmexp.config.values import ConfigError
 from llmexp.mesh.groups import MEETING, STARTED, log_file, note_file
-from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import (
     DONE,

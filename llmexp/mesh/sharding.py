@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from llmexp.config.values import ConfigError
 from llmexp.mesh.groups import Mesh, gather_last, maximum
 from llmexp.mesh.sequence import share_tokens
 from llmexp.models.common import Weights
 from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
 from llmexp.models.operands import VocabShard
-from llmexp.settings.values import ConfigError
 
 if TYPE_CHECKING:  # these take a second to import
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmexp import features
-from llmexp.settings.keys import Key
+from llmexp.config.keys import Key
 
 _ALL = (
     Key("step", "optimizer steps so far"),
@@ -55,7 +55,7 @@ _ALL = (
         "memory", "GiB", "lower", digits=3, timing=True),
     Key("amp", "1 where the step ran under autocast"),
     Key("eta", "seconds of training to go at this rate", unit="s", timing=True),
-    *itertools.chain(*features.offered("settings", "KEYS")),
+    *itertools.chain(*features.offered("config", "KEYS")),
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)

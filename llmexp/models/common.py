@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.config.values import ConfigError, refuse
 from llmexp.models.documents import Documents, KVCache, attend, find_documents
 from llmexp.models.initial import SEEDS, Blocks
 from llmexp.models.operands import Spread, autocast_dtype, products
 from llmexp.models.planned import kind_of
-from llmexp.settings.values import ConfigError, refuse
 
 INIT_STD = 0.02
 MUP_HEAD = 64  # width of a head at which attention of mup is the standard one
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
 
         mup (Yang et al. 2022, arXiv 2203.03466, table 8) is that of the package mup: with m =
         width / base_width matrices of the blocks begin with a variance over m, logits are over m,
-        and those of attention are 8 q k / head width. Rates: `llmexp.update.groups.by_width`.
+        and those of attention are 8 q k / head width. Rates: `llmexp.optim.groups.by_width`.
         """
         if kind == "standard":
             return

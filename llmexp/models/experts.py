@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.config.values import refuse
 from llmexp.models.common import Weights
 from llmexp.models.operands import autocast_dtype
-from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

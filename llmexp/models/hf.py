@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from llmexp.config.commands import how_to_install
+from llmexp.config.kinds import Kind, kind_of_error
+from llmexp.config.values import ConfigError, knob, refuse
 from llmexp.models.common import all_finite, check_length
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.kinds import Kind, kind_of_error
-from llmexp.settings.values import ConfigError, knob, refuse
 from llmexp.system.fileio import read_object
 from llmexp.system.text import first_of
 

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.config.values import TINY, choice, count, knob, refuse
 from llmexp.models import common
 from llmexp.models.common import Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
 from llmexp.models.settings import Knobs
-from llmexp.settings.values import TINY, choice, count, knob, refuse
 
 
 @dataclass(frozen=True)

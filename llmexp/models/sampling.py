@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.config.values import ConfigError
 from llmexp.models.documents import KVCache
-from llmexp.settings.values import ConfigError
 
 
 def generate(

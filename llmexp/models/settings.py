@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from llmexp.settings.rules import ONE_NUMBER, ShapeRule
-from llmexp.settings.values import Where, choice, count, knob, optional, where
+from llmexp.config.rules import ONE_NUMBER, ShapeRule
+from llmexp.config.values import Where, choice, count, knob, optional, where
 
 _SPARSE = where("model.n_experts")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from llmexp import mesh
 from llmexp.data.window import Window
+from llmexp.folders.ending import COMES_AGAIN
 from llmexp.models.common import all_finite
-from llmexp.runs.ending import COMES_AGAIN
 from llmexp.train.finishing import NotFinite
 from llmexp.train.state import Loop
 from llmexp.train.step import Setup, accumulate, loss_factor

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.checkpoint.loading import Loaded
+from llmexp.config.values import ConfigError, refuse
+from llmexp.folders import rundir
 from llmexp.run import endless_stages
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
-from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError, refuse
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.solving import rate_factor
 

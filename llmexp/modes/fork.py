@@ -13,21 +13,21 @@ from torch import nn
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
-from llmexp.checkpoint.pieces import named_tensors
+from llmexp.checkpoint.slices import named_tensors
+from llmexp.config.knobs import SEED, deciding_data, deciding_result, differing
+from llmexp.config.labels import short_value
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError, flatten, refuse, typed
 from llmexp.data.stream import Corpus
-from llmexp.exchange.average import refuse_average
-from llmexp.exchange.sizes import CONVERTED
+from llmexp.folders import rundir
+from llmexp.hf.average import refuse_average
+from llmexp.hf.sizes import CONVERTED
+from llmexp.optim import precision
 from llmexp.run import Parent
 from llmexp.run.stages import recorded_stages, stage_at
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, plain
-from llmexp.settings.knobs import SEED, deciding_data, deciding_result, differing
-from llmexp.settings.labels import short_value
-from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.system.text import first_of
 from llmexp.tracker.fields import run_fields
-from llmexp.update import precision
 
 
 def run(config: Config, model: nn.Module) -> Callable[[Corpus], Parent]:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from llmexp import mesh
+from llmexp.config.convert import with_knobs
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import AUTO, ConfigError, error_record, refusal
+from llmexp.folders import rundir
 from llmexp.mesh.groups import STARTED, log_file, note_file
 from llmexp.mesh.ranks import GRACE_S
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import AUTO, ConfigError, error_record, refusal
 from llmexp.system import fileio, hardware
 from llmexp.system.child import (
     DONE,

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp.config.targets import described, locate
+from llmexp.config.targets import place as line_of
+from llmexp.config.values import ConfigError
+from llmexp.config.variables import fill
 from llmexp.models.common import all_finite
 from llmexp.models.initial import numbers_of
-from llmexp.settings.targets import described, locate
-from llmexp.settings.targets import place as line_of
-from llmexp.settings.values import ConfigError
-from llmexp.settings.variables import fill
+from llmexp.optim import precision
+from llmexp.optim.trying import Unfit
 from llmexp.system import hardware
 from llmexp.system.text import first_of
 from llmexp.train.assembly.building import build_model
-from llmexp.update import precision
-from llmexp.update.trying import Unfit
 
 ROWS, TOKENS = 2, 16  # of the batch
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp.checkpoint.pieces import TYPES
+from llmexp.checkpoint.slices import TYPES
+from llmexp.config.values import refuse
 from llmexp.models.initial import numbers_of
-from llmexp.settings.values import refuse
+from llmexp.optim.states import Traits, apart
+from llmexp.optim.trying import TriedTensors, Unfit, try_going_on
 from llmexp.train.assembly.building import build_on_meta, build_optimizers
 from llmexp.train.assembly.inputs import place_of
-from llmexp.update.states import Traits, apart
-from llmexp.update.trying import TriedTensors, Unfit, try_going_on
 
 SMALL_DIMENSION = 16  # the largest dimension of a parameter on which an optimizer is tried
 

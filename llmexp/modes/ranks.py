@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.values import ConfigError
+from llmexp.folders import ending, rundir
 from llmexp.mesh import ranks
 from llmexp.mesh.groups import note_file
-from llmexp.runs import ending, rundir
-from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, how_it_died
 from llmexp.train import failing, folder, group

@@ -21,6 +21,7 @@ from llmexp.data.window import Window
 from llmexp.models.loss import looking
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.modes import diagnosis
+from llmexp.optim import precision
 from llmexp.system.redact import clean
 from llmexp.train.clipping import ByNorm
 from llmexp.train.finishing import FINDINGS, NotFinite, finish_step
@@ -37,7 +38,6 @@ from llmexp.train.step import (
     on_host,
 )
 from llmexp.train.windows import sequences_of
-from llmexp.update import precision
 
 _OTHERS = 8  # windows near the step whose gradient norms are the usual ones
 _BEGINNING_TOKENS = 60  # of a document, to show which one it is

@@ -12,16 +12,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from llmexp.config.forms import ramp_sizes
+from llmexp.config.rules import asks_rule
+from llmexp.config.sections import Config, Train
+from llmexp.config.values import refuse
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
 from llmexp.run.shares import GroupShare, SourceShare
 from llmexp.run.stages import BatchStage, Begin, stage_at, stages_of
-from llmexp.settings.config import Config, Train
-from llmexp.settings.forms import ramp_sizes
-from llmexp.settings.rules import asks_rule
-from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from llmexp.config.labels import plural
 from llmexp.run import Parent, Run
 from llmexp.run.shares import GroupShare, SourceShare
-from llmexp.settings.labels import plural
 
 
 def batch_equation(run: Run) -> str:

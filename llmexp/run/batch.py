@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmexp.settings.config import Batch
-from llmexp.settings.forms import ramp_sizes
-from llmexp.settings.values import AUTO, ConfigError, override_value, refuse
+from llmexp.config.forms import ramp_sizes
+from llmexp.config.sections import Batch
+from llmexp.config.values import AUTO, ConfigError, override_value, refuse
 
 CUT_KEYS = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 BATCH_TOTALS = ("batch.real_batch_size", "batch.tokens_per_step")

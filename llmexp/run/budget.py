@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from llmexp.config.sections import Train
+from llmexp.config.values import ConfigError, refuse
 from llmexp.run.stages import BatchStage, Begin, stage_at
-from llmexp.settings.config import Train
-from llmexp.settings.values import ConfigError, refuse
 
 BUDGETS = (
     "train.max_steps", "train.max_epochs", "train.max_tokens", "train.max_flops",

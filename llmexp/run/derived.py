@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmexp.settings.knobs import fields
+from llmexp.config.knobs import fields
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmexp.config.execution import Parallelism
+from llmexp.config.values import refuse
 from llmexp.run.derived import Derived, derived, resolved_knob
-from llmexp.settings.execution import Parallelism
-from llmexp.settings.values import refuse
 
 _RANKS = "parallelism.kind parallelism.nproc_per_node parallelism.nnodes"
 DERIVED_SIZES = {

@@ -11,11 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, solve_batch
-from llmexp.run.budget import DEFAULT_MAX_STEPS, TokenCost, tokens_of
-from llmexp.settings.config import Batch, Config
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import (
+from llmexp.config.convert import checked_knob
+from llmexp.config.rules import (
     LIBRARY_TARGET,
     SCALING_RULES,
     SET,
@@ -24,13 +21,16 @@ from llmexp.settings.rules import (
     Reference,
     ScalingRule,
 )
-from llmexp.settings.values import ConfigError, refuse
-from llmexp.settings.variables import fill
+from llmexp.config.sections import Batch, Config
+from llmexp.config.values import ConfigError, refuse
+from llmexp.config.variables import fill
+from llmexp.run.batch import BATCH_TOTALS, CUT_KEYS, solve_batch
+from llmexp.run.budget import DEFAULT_MAX_STEPS, TokenCost, tokens_of
 
 BATCH_KEYS = (*BATCH_TOTALS, "batch.ramp")  # one of them is enough
 NOT_OF_ADAM = (
-    "llmexp.update.optimizers.sgd.sgd", "llmexp.update.optimizers.lion.lion",
-    "llmexp.update.optimizers.adafactor.adafactor",
+    "llmexp.optim.optimizers.sgd.sgd", "llmexp.optim.optimizers.lion.lion",
+    "llmexp.optim.optimizers.adafactor.adafactor",
 )  # fmt: skip
 BUDGET = "a budget in tokens: train.max_tokens, train.max_flops or train.tokens_per_parameter"
 KNOWN = {  # what makes a number known

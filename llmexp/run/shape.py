@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS, ShapeRule
-from llmexp.settings.values import refuse
+from llmexp.config.convert import checked_knob
+from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS, ShapeRule
+from llmexp.config.values import refuse
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 MOST_LAYERS = 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
-from llmexp.runs import rundir
-from llmexp.runs.find import find
+from llmexp.folders import rundir
+from llmexp.folders.find import find
 from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.system.child import say

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from llmexp import features
+from llmexp.config.convert import build
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
+from llmexp.folders.ledger import PointFacts, config_identity
 from llmexp.forecast.fitting import with_size
 from llmexp.modes import micro_batch
-from llmexp.runs import rundir
-from llmexp.runs.ledger import PointFacts, config_identity
-from llmexp.settings.config import plain
-from llmexp.settings.convert import build
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError
 from llmexp.system.child import STOP, die_with_parent, end_process, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder
@@ -86,6 +86,6 @@ if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
     STOP.install()
-    for start in features.offered("runs", "start"):  # once, for all points
+    for start in features.offered("folders", "start"):  # once, for all points
         start()
     serve()

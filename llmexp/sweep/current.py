@@ -18,8 +18,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from llmexp.runs.ledger import Ledger, LedgerEntry, PointFacts
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
+from llmexp.folders.ledger import Ledger, LedgerEntry, PointFacts
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.points import Point, counted
 from llmexp.sweep.section import Sweep

@@ -15,18 +15,18 @@ from statistics import fmean
 from omegaconf import DictConfig
 
 from llmexp.compare import budgets, reading
+from llmexp.compare.alpha_spending import following, level_of
 from llmexp.compare.comparing import findings
 from llmexp.compare.records import Record, Result, Setting, Verdict
-from llmexp.compare.spending import following, level_of
 from llmexp.compose.overrides import key_of
-from llmexp.runs import rundir
-from llmexp.runs.find import find
-from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Ledger, Look
-from llmexp.settings.knobs import SEED, is_seed
-from llmexp.settings.labels import plural
-from llmexp.settings.labels import short_label as named
-from llmexp.settings.values import refuse
+from llmexp.config.knobs import SEED, is_seed
+from llmexp.config.labels import plural
+from llmexp.config.labels import short_label as named
+from llmexp.config.values import refuse
+from llmexp.folders import rundir
+from llmexp.folders.find import find
+from llmexp.folders.folder import RunFolder
+from llmexp.folders.ledger import Ledger, Look
 from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points

@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from llmexp.compare import reading
 from llmexp.compare.comparing import findings
 from llmexp.compare.screening import design
-from llmexp.runs import rundir
-from llmexp.runs.find import find
-from llmexp.runs.ledger import Ledger, LedgerEntry
-from llmexp.settings.knobs import SEED
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, pasteable, refuse
+from llmexp.config.knobs import SEED
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError, pasteable, refuse
+from llmexp.folders import rundir
+from llmexp.folders.find import find
+from llmexp.folders.ledger import Ledger, LedgerEntry
 from llmexp.sweep.current import Current
 from llmexp.sweep.deciding import Deciding, refuse_undecidable, seeded
 from llmexp.sweep.points import Point, asked_of, expand, grid_of

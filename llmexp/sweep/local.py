@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.runs import rundir
-from llmexp.runs.ending import Left, conclude_run, how_it_left, record_end
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
+from llmexp.folders.ending import Left, conclude_run, how_it_left, record_end
 from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from llmexp.compose.app import chosen_folder, fixed_folder, section
 from llmexp.compose.command_line import kept_back
 from llmexp.compose.security import refuse_secrets
-from llmexp.runs import ledger as ledgers
-from llmexp.runs import rundir
-from llmexp.settings.convert import convert_section
-from llmexp.settings.values import ConfigError, refuse, typed
+from llmexp.config.convert import convert_section
+from llmexp.config.values import ConfigError, refuse, typed
+from llmexp.folders import ledger as ledgers
+from llmexp.folders import rundir
 from llmexp.sweep import ray, slurm
 from llmexp.sweep.current import Checker, Current
 from llmexp.sweep.grid import run_grid

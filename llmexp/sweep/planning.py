@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.compare.spending import expected_runs
+from llmexp.compare.alpha_spending import expected_runs
+from llmexp.config.labels import plural
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError
+from llmexp.folders.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
-from llmexp.settings.config import Config, plain
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError
 from llmexp.sweep.deciding import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep

@@ -23,16 +23,16 @@ from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, user_errors, visible
 from llmexp.compose.overrides import as_text, key_of, loader
 from llmexp.compose.putting import BESIDE, own_options
+from llmexp.config.convert import with_knobs
+from llmexp.config.kinds import Kind
+from llmexp.config.labels import unquoted
+from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError, flatten, refuse
+from llmexp.folders.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.run.budget import BUDGETS, budgets_in, sized_by
 from llmexp.run.layout import solve_layout
 from llmexp.run.rules import check_batch
-from llmexp.runs.ledger import LedgerEntry, PointFacts, config_identity
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.kinds import Kind
-from llmexp.settings.labels import unquoted
-from llmexp.settings.rules import ONE_NUMBER, SHAPE_KEYS
-from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs import rundir
-from llmexp.runs.ledger import PointFacts
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.values import AUTO, ConfigError, knob, refuse
+from llmexp.config.commands import how_to_install
+from llmexp.config.values import AUTO, ConfigError, knob, refuse
+from llmexp.folders import rundir
+from llmexp.folders.ledger import PointFacts
 from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.local import STDERR, record_left
 from llmexp.sweep.points import Point

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
+from llmexp.folders.steps import STEP_RECORD, steps_up_to
 from llmexp.run.stages import recorded_stages, step_after
-from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
-from llmexp.runs.steps import STEP_RECORD, steps_up_to
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show, slurm
 from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.local import Local

@@ -15,13 +15,13 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from llmexp.compose.overrides import as_text
-from llmexp.runs import rundir
-from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.knobs import SEED, fresh_seeds, is_seed
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, refuse
+from llmexp.config.commands import how_to_install
+from llmexp.config.knobs import SEED, fresh_seeds, is_seed
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError, refuse
+from llmexp.folders import rundir
+from llmexp.folders.folder import RunFolder
+from llmexp.folders.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
 from llmexp.sweep.current import Current
 from llmexp.sweep.grid import run_copies
 from llmexp.sweep.points import Point, asked_of, grid_of

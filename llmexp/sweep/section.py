@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmexp.settings.convert import convert_section
-from llmexp.settings.kinds import Kind
-from llmexp.settings.knobs import idle
-from llmexp.settings.values import (
+from llmexp.config.convert import convert_section
+from llmexp.config.kinds import Kind
+from llmexp.config.knobs import idle
+from llmexp.config.values import (
     choice,
     count,
     flatten,

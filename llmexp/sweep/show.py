@@ -15,11 +15,11 @@ from typing import Any, TextIO
 from llmexp.compare import budgets
 from llmexp.compose.command_line import kept_back, recordable
 from llmexp.compose.overrides import key_of
+from llmexp.config.commands import command
+from llmexp.config.labels import parse_value, short_keys, short_label, short_value
+from llmexp.folders.folder import RunFolder
+from llmexp.folders.ledger import Ledger, LedgerEntry, steps_of
 from llmexp.run.budget import BUDGETS
-from llmexp.runs.folder import RunFolder
-from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
-from llmexp.settings.commands import command
-from llmexp.settings.labels import parse_value, short_keys, short_label, short_value
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.section import Sweep
 from llmexp.system.child import say

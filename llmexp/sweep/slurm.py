@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs import rundir
-from llmexp.runs.ending import Left, conclude_run
-from llmexp.settings.config import Config
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError, count, knob, refuse
+from llmexp.config.labels import plural
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError, count, knob, refuse
+from llmexp.folders import rundir
+from llmexp.folders.ending import Left, conclude_run
 from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.points import Point
 from llmexp.sweep.show import Display, name_of

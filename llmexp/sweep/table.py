@@ -16,15 +16,15 @@ from typing import Any
 
 from llmexp.compose.app import refuse_hosts, typed_config
 from llmexp.compose.command_line import recordable
+from llmexp.config.convert import with_knobs
+from llmexp.config.knobs import deciding_result
+from llmexp.config.labels import plural, short_value
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError, flatten, refuse, typed
+from llmexp.folders import ledger as ledgers
+from llmexp.folders import rundir
+from llmexp.folders.ledger import Ledger, LedgerEntry, steps_of
 from llmexp.run.budget import BUDGETS, keep_warmup
-from llmexp.runs import ledger as ledgers
-from llmexp.runs import rundir
-from llmexp.runs.ledger import Ledger, LedgerEntry, steps_of
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.knobs import deciding_result
-from llmexp.settings.labels import plural, short_value
-from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import visible_devices

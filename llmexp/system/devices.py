@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import MAX_DEPTH, ConfigError, nested
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import MAX_DEPTH, ConfigError, nested
 
 MOST_BYTES = 2**26  # of a file that is read whole
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.variables import NAMED_VARIABLES, is_secret
+from llmexp.config.variables import NAMED_VARIABLES, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import ConfigError
 from llmexp.data.sources.settings import NAME
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import ConfigError
 
 SHIPPED = Path(__file__).parent / "sets"
 

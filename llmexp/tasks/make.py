@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from llmexp.settings.arguments import Parser, call
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import choice
+from llmexp.config.arguments import Parser, call
+from llmexp.config.commands import need_package
+from llmexp.config.values import choice
 from llmexp.system.text import one_line
 
 HubRow = Mapping[str, Any]

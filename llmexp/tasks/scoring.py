@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from llmexp import mesh
+from llmexp.config.values import ConfigError
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import SummedLoss, looking, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.settings.values import ConfigError
+from llmexp.optim import precision
 from llmexp.tasks.items import Item, read_task
-from llmexp.update import precision
 
 WHOLE_LOGITS = 4096  # tokens of a batch whose logits are held whole
 

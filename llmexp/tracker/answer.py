@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs.find import runs_under
-from llmexp.runs.folder import RunFolder
+from llmexp.folders.find import runs_under
+from llmexp.folders.folder import RunFolder
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import (
     Fields,

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs.door import fits
-from llmexp.settings.tracking import PROJECT, RUN_ID, SAFE_ID, SWEEP_ID, VARIABLES
-from llmexp.settings.values import ConfigError
+from llmexp.config.tracking import PROJECT, RUN_ID, SAFE_ID, SWEEP_ID, VARIABLES
+from llmexp.config.values import ConfigError
+from llmexp.folders.door import fits
 from llmexp.system.fileio import read_json, write_json
 
 POSITION_FILE = "tracker.json"

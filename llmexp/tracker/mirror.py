@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs import rundir
-from llmexp.runs.layers import by_layer
-from llmexp.runs.rows import LINEAGE
-from llmexp.settings import config
-from llmexp.settings.commands import command
+from llmexp.config import sections
+from llmexp.config.commands import command
+from llmexp.folders import rundir
+from llmexp.folders.layers import by_layer
+from llmexp.folders.rows import LINEAGE
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields, given_run_id, run_fields
 from llmexp.tracker.stores import STORES, End, Store
@@ -131,7 +131,7 @@ class Mirror:
     def __init__(
         self,
         kind: str,
-        settings: config.Tracker,
+        settings: sections.Tracker,
         run_dir: Path,
         fields: Fields,
         say: Callable[[str], None],
@@ -191,7 +191,7 @@ class Trackers:
                 pool.submit(tracker.finish, summary, exit_code)
 
 
-def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], None]) -> Trackers:
+def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], None]) -> Trackers:
     """Start mirroring the run of a folder, which has its config and its record.
 
     Return at once, before a tracker's package is even imported. A run that a tracker has already is
@@ -204,7 +204,7 @@ def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], Non
     if not kinds:
         return Trackers()
     recorded = rundir.read_run(run_dir)
-    fields = run_fields(run_dir, config.plain(chosen), recorded)
+    fields = run_fields(run_dir, sections.plain(chosen), recorded)
     found: list[Mirror] = []
     for kind in kinds:
         named = fields

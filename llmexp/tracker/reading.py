@@ -15,8 +15,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.values import ConfigError
 from llmexp.data.cache import cache_folder
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json, write_json
 from llmexp.system.text import one_line
 from llmexp.tracker.wandb import (

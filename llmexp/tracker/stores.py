@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.values import ConfigError, flatten, hint
+from llmexp.config.commands import how_to_install
+from llmexp.config.values import ConfigError, flatten, hint
 from llmexp.system.child import DONE, PREEMPTED
 from llmexp.tracker.fields import Fields
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.commands import command
+from llmexp.config.labels import plural
+from llmexp.config.values import ConfigError
+from llmexp.folders import ledger, rundir
+from llmexp.folders.find import runs_meant, runs_under
+from llmexp.folders.folder import RunFolder, clean_name
+from llmexp.folders.rows import LINEAGE, read_rows, walk_rows
 from llmexp.metrics.keys import figures_in
-from llmexp.runs import ledger, rundir
-from llmexp.runs.find import runs_meant, runs_under
-from llmexp.runs.folder import RunFolder, clean_name
-from llmexp.runs.rows import LINEAGE, read_rows, walk_rows
-from llmexp.settings.commands import command
-from llmexp.settings.labels import plural
-from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
 from llmexp.tracker.answer import SweepAnswer, send_answer

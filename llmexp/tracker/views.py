@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.runs.find import runs_under
-from llmexp.runs.folder import RunFolder
-from llmexp.settings.commands import how_to_install
-from llmexp.settings.knobs import is_seed
+from llmexp.config.commands import how_to_install
+from llmexp.config.knobs import is_seed
+from llmexp.folders.find import runs_under
+from llmexp.folders.folder import RunFolder
 from llmexp.tracker.fields import Fields, read_position, run_fields, write_position
 from llmexp.tracker.wandb import JOB_TYPE, MARKS
 

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from llmexp.settings import config
-from llmexp.settings.kinds import Kind
-from llmexp.settings.values import ConfigError
+from llmexp.config import sections
+from llmexp.config.kinds import Kind
+from llmexp.config.values import ConfigError
 from llmexp.system.child import PREEMPTED
 from llmexp.system.redact import netrc_passwords
 from llmexp.system.text import one_line
@@ -46,7 +46,7 @@ class Wandb(Store):
     _temporary: Path | None = None  # the folder for files that wandb leaves behind
 
     def __init__(
-        self, settings: config.Tracker | None = None, warn: Callable[[str], None] = print
+        self, settings: sections.Tracker | None = None, warn: Callable[[str], None] = print
     ) -> None:
         self._settings, self._warn = settings, warn
 

@@ -14,15 +14,15 @@ from typing import Any
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.folders import checkpoint_folders
-from llmexp.checkpoint.pieces import piece_of
+from llmexp.checkpoint.slices import piece_of
+from llmexp.config.knobs import differing
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError, refuse
+from llmexp.folders import rundir
+from llmexp.folders.rows import Rows
 from llmexp.metrics.meter import Meter
 from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
-from llmexp.runs import rundir
-from llmexp.runs.rows import Rows
-from llmexp.settings.config import plain
-from llmexp.settings.knobs import differing
-from llmexp.settings.values import ConfigError, refuse
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.train.assembly.assemble import Parts
@@ -115,7 +115,7 @@ def restore(
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked and config.train.twin:
-            from llmexp.update.twin import perturb
+            from llmexp.optim.twin import perturb
 
             # also the weights to train with, which may be among the states
             perturb(setup.model, config.train.seed, config.train.twin, piece_of)

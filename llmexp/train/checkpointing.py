@@ -19,12 +19,12 @@ import time
 from llmexp import mesh
 from llmexp.checkpoint import saving
 from llmexp.data.stream import DataChanged
-from llmexp.runs import rundir
-from llmexp.runs.ending import COMES_AGAIN
+from llmexp.folders import rundir
+from llmexp.folders.ending import COMES_AGAIN
+from llmexp.optim import eval_weights, updating
 from llmexp.system.text import first_of
 from llmexp.train.state import Loop, Saving
 from llmexp.train.step import TrainingFailed
-from llmexp.update import faces, optim
 
 OTHERS_S = 2.0  # for other ranks to write their parts, where a run ends by an exception
 
@@ -60,7 +60,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     keeping = loop.features.acting("tensors")
     more = {f.name: tensors for f in keeping if (tensors := f.tensors())}
     ranks = loop.mesh.rank, loop.mesh.world_size
-    with faces.evaluating(setup.optimizers, setup.module) as trained:
+    with eval_weights.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
         pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, more, trained)
     refuse_bad(loop, pieces.bad)
@@ -78,7 +78,7 @@ def refuse_bad(loop: Loop, bad: list[str]) -> None:
     """Raise TrainingFailed where no run could go on from what is to be saved, on all ranks.
 
     A rate is no rate, or tensors that some rank holds are `bad`."""
-    wrong = optim.wrong_rate(loop.setup.optimizers)
+    wrong = updating.wrong_rate(loop.setup.optimizers)
     ranks = mesh.ranks_where(loop.mesh, bool(bad or wrong))
     if wrong and not bad:
         raise not_saved(loop, f"optimizer: {wrong}")

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from llmexp import features, mesh
 from llmexp.data.window import Window
+from llmexp.optim import updating
 from llmexp.train.feature import Feature
-from llmexp.update import optim
 
 EPSILON = 1e-6  # what torch adds to a norm that it clips by
 # norm after clipping, whether anything was clipped, a factor that is left to the update or None:
@@ -76,7 +76,7 @@ class ByNorm(Rule):
         self.max_norm = clip.max_norm
 
     def clip(self, gradients: list[Tensor], norm: Tensor) -> Clipped:
-        by_update = optim.clips_in_update(self.optimizers, norm)
+        by_update = updating.clips_in_update(self.optimizers, norm)
         return clip_norm(gradients, norm, self.max_norm, by_update)
 
     def factor(self, outcome: Any) -> float | None:

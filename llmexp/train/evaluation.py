@@ -10,11 +10,11 @@ import torch
 from llmexp import mesh
 from llmexp.data.sampler import RankSlice, eval_batches
 from llmexp.data.stream import TokenStream
+from llmexp.folders.ending import COMES_AGAIN
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.runs.ending import COMES_AGAIN
+from llmexp.optim import eval_weights, precision
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, TrainingFailed
-from llmexp.update import faces, precision
 
 
 def validate(parts: Parts, setup: Setup) -> dict[str, float]:
@@ -27,7 +27,7 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
         return {}
     losses = functools.partial(evaluate_stream, parts, setup)
     mesh.share_buffers(setup.mesh, setup.model)
-    with faces.evaluating(setup.optimizers, setup.module):
+    with eval_weights.evaluating(setup.optimizers, setup.module):
         found = losses(main, run.eval_sequences, "val")
         most, sets = parts.config.train.eval_tokens, dict[str, float]()
         for name, stream in parts.corpus.val_sets.items():

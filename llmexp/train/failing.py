@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from llmexp import mesh
+from llmexp.config.kinds import Kind, kind_of_error
+from llmexp.config.targets import own_line
+from llmexp.config.values import ConfigError
 from llmexp.data.stream import DataChanged
+from llmexp.folders import ending, rundir
 from llmexp.mesh.groups import STARTED
-from llmexp.runs import ending, rundir
-from llmexp.settings.kinds import Kind, kind_of_error
-from llmexp.settings.targets import own_line
-from llmexp.settings.values import ConfigError
 from llmexp.system.child import FAILED, REFUSED, STOP
 from llmexp.system.fileio import Unwritable
 from llmexp.system.redact import redacted

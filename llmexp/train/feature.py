@@ -220,4 +220,4 @@ def look_back(path: Path, step: int) -> list[Callable[[], None]]:
 
     Nothing is written before all files are read. Raises ConfigError for damage.
     """
-    return [look(path, step) for look in features.offered("runs", "look_back")]
+    return [look(path, step) for look in features.offered("folders", "look_back")]

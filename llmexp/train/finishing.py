@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from llmexp import mesh
-from llmexp.runs.ending import COMES_AGAIN, goes_on
+from llmexp.folders.ending import COMES_AGAIN, goes_on
 from llmexp.train.checkpointing import save_what_can_be
 from llmexp.train.state import Loop
 from llmexp.train.step import (

@@ -13,18 +13,18 @@ from typing import Any
 
 from llmexp import features
 from llmexp.checkpoint import loading
+from llmexp.config.knobs import differing, may_change
+from llmexp.config.sections import plain
+from llmexp.config.targets import better_of
+from llmexp.config.values import ConfigError, flatten
+from llmexp.config.variables import VARIABLE, is_secret
+from llmexp.folders import rundir
+from llmexp.folders.door import RUN_FORMAT, config_yaml
+from llmexp.folders.rows import LINEAGE, rows_up_to
+from llmexp.folders.rundir import refuse_folder
+from llmexp.folders.steps import STEPS_BIN, steps_up_to
 from llmexp.run import Parent
 from llmexp.run.budget import EXTENDING
-from llmexp.runs import rundir
-from llmexp.runs.door import RUN_FORMAT, config_yaml
-from llmexp.runs.rows import LINEAGE, rows_up_to
-from llmexp.runs.rundir import refuse_folder
-from llmexp.runs.steps import STEPS_BIN, steps_up_to
-from llmexp.settings.config import plain
-from llmexp.settings.knobs import differing, may_change
-from llmexp.settings.targets import better_of
-from llmexp.settings.values import ConfigError, flatten
-from llmexp.settings.variables import VARIABLE, is_secret
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed
@@ -70,7 +70,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     wanted = Path(request["folder"])
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
-        from llmexp.exchange.average import refuse_average
+        from llmexp.hf.average import refuse_average
 
         rundir.check_plain(wanted)
         refuse_average(wanted)
@@ -211,7 +211,7 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         rows = rows_up_to(*begun)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         fileio.write_whole(path / LINEAGE, "".join(lines))
-    for record in features.offered("runs", "record"):
+    for record in features.offered("folders", "record"):
         record(path, (path / rundir.METRICS).exists())
     rundir.write_status(
         path,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import mesh
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir, versions
 from llmexp.mesh.groups import STARTED, note_file
-from llmexp.runs import rundir, versions
-from llmexp.settings.config import plain
-from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import STOP_SIGNALS, handling
 from llmexp.train.assembly.assemble import Parts

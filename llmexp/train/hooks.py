@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.config.targets import is_class, own_line, place
 from llmexp.data.window import Window
 from llmexp.run import Run
-from llmexp.settings.targets import is_class, own_line, place
 from llmexp.train.feature import Feature, own_name
 from llmexp.train.state import Loop
 from llmexp.train.step import Setup, TrainingFailed

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp import mesh
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
 from llmexp.run import Run
-from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.system.child import STOP
 from llmexp.train.checkpointing import (

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from llmexp.config.values import ConfigError
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import END_OF_TEXT, Tokenizer
 from llmexp.models.loss import looking
 from llmexp.models.sampling import generate
-from llmexp.settings.values import ConfigError
-from llmexp.update import precision
+from llmexp.optim import precision
 
 
 def sample(

@@ -7,12 +7,12 @@ import torch
 from llmexp import features, mesh
 from llmexp.models.loss import SummedLoss, looking
 from llmexp.models.operands import IGNORE_INDEX
+from llmexp.optim import precision
 from llmexp.run import Run
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import rule_of
 from llmexp.train.hooks import of_hooks
 from llmexp.train.step import Setup
-from llmexp.update import precision
 
 
 def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.sections import Config
 from llmexp.data.window import Window
+from llmexp.folders.rows import Rows
 from llmexp.mesh import Mesh
 from llmexp.metrics.meter import Meter
 from llmexp.run import Run
-from llmexp.runs.rows import Rows
-from llmexp.settings.config import Config
 from llmexp.system.console import Console
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Features

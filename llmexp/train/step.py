@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import mesh
+from llmexp.config.kinds import Kind
 from llmexp.data.window import Window
 from llmexp.models.initial import seed_all, seed_of
 from llmexp.models.loss import SummedLoss
-from llmexp.settings.kinds import Kind
+from llmexp.optim import precision, updating
 from llmexp.train.clipping import Rule
 from llmexp.train.feature import Features
-from llmexp.update import optim, precision
 
 # Codes of an `Outcome`; the update is applied for the first.
 OK, SKIPPED, EMPTY, BAD_LOSS, BAD_NORM = range(5)
@@ -151,11 +151,11 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     norm_after, clipped, clip_factor = setup.clipping.clip(gradients, norm)
 
     factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
-    lr = optim.set_rate(setup.optimizers, factor_of_rate)
+    lr = updating.set_rate(setup.optimizers, factor_of_rate)
     scale, more = setup.scaler.value, dict[str, Any]()
     for judge in setup.features.on("judge"):
         skip = judge(skip, loss, norm)
-    optim.update(setup.optimizers, skip, clip_factor)
+    updating.update(setup.optimizers, skip, clip_factor)
     clipped = setup.clipping.after_update(skip, clipped)
     for act in setup.features.on("updated"):
         act(window, skip)

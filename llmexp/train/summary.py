@@ -6,9 +6,9 @@ import contextlib
 import math
 from typing import Any
 
+from llmexp.folders import rundir
+from llmexp.folders.rows import Figures
 from llmexp.metrics.keys import figures_in
-from llmexp.runs import rundir
-from llmexp.runs.rows import Figures
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.text import duration

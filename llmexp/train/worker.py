@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import features, mesh
-from llmexp.runs import ending, rundir
-from llmexp.settings.config import Config
-from llmexp.settings.convert import build
-from llmexp.settings.values import AUTO, ConfigError, error_record
+from llmexp.config.convert import build
+from llmexp.config.sections import Config
+from llmexp.config.values import AUTO, ConfigError, error_record
+from llmexp.folders import ending, rundir
 from llmexp.system import fileio, workers
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
@@ -46,7 +46,7 @@ def main(argument: str) -> int:
         request = json.loads(text)
         config, known = build(request["config"]), folder.known_of(request)
         prepare_forks(config)
-        for start in features.offered("runs", "start"):  # of threads, which no fork has
+        for start in features.offered("folders", "start"):  # of threads, which no fork has
             start()
         there = Path(request["folder"]) if request["fixed"] else None
         parts = admitted(parts_of(config, there, waits=bool(request.get("queue")), **known))

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
 from llmexp.data.beside import beside, digests_of, noted
 from llmexp.data.order import sequence_index
 from llmexp.data.records import Counts
@@ -25,8 +27,6 @@ from llmexp.data.stream import DataChanged, Shard, TokenStream
 from llmexp.data.text_bytes import known_documents
 from llmexp.data.work import sources_of, works_of, works_to_prepare
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.devices import cpu_count
 from llmexp.system.redact import redacted

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
+from llmexp.config.sections import Config
+from llmexp.folders import rundir
+from llmexp.folders.steps import STEPS_BIN
 from llmexp.metrics.keys import TIMINGS
-from llmexp.runs import rundir
-from llmexp.runs.steps import STEPS_BIN
-from llmexp.settings.config import Config
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from llmexp import features
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folder
+from llmexp.config.convert import with_knobs
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError, refuse
+from llmexp.config.variables import fill
+from llmexp.folders import rundir
 from llmexp.run.batch import shared_sequences
-from llmexp.runs import rundir
-from llmexp.settings.config import Config
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError, refuse
-from llmexp.settings.variables import fill
 from llmexp.system.text import first_of
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.verify.checks import Check, at_most, none_differ, print_wrapped

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.checkpoint.saving import other_buffers
-from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError
+from llmexp.checkpoint.slices import named_tensors, names_by_id
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
+from llmexp.optim.states import apart
 from llmexp.system import fileio
-from llmexp.update.states import apart
 
 FOLDER, HOOK = "LLMEXP_RECORD_FOLDER", "llmexp.verify.record.record"
 _STARTS = "starts.jsonl"

@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmexp import features
 from llmexp.data.order import sequence_index
 from llmexp.data.sampler import Sampler
+from llmexp.optim import eval_weights
+from llmexp.optim.updating import set_rate
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.windows import sampler_of
-from llmexp.update import faces
-from llmexp.update.optim import set_rate
 
 MATMUL = re.compile(
     r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|^sent|scaled_dot_product|convolution|linear"
@@ -296,7 +296,7 @@ def train_plainly(
             update += 1
         for column, value in zip(found.rows.values(), (count, rate, *figures), strict=True):
             column.append(value)
-    with faces.evaluating(optimizers, model):  # as checkpoints have them
+    with eval_weights.evaluating(optimizers, model):  # as checkpoints have them
         found.end = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return found
 

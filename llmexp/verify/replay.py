@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.convert import with_knobs
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
+from llmexp.folders.rows import LINEAGE, read_rows
 from llmexp.metrics.robust import middle
-from llmexp.runs import rundir
-from llmexp.runs.rows import LINEAGE, read_rows
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json, write_json
 from llmexp.verify import runs
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from llmexp.checkpoint.folders import checkpoint_folders
 from llmexp.checkpoint.loading import CheckpointError
-from llmexp.runs import rundir
-from llmexp.settings.config import Config
-from llmexp.settings.values import ConfigError
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
 from llmexp.system.child import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, none_differ

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import features
+from llmexp.config.convert import with_knobs
+from llmexp.config.forms import ramp_sizes
+from llmexp.config.sections import Batch, Config, plain
+from llmexp.config.values import ConfigError, override_value, refuse
+from llmexp.folders import rundir
+from llmexp.folders.door import scan_rows
 from llmexp.run.batch import shared_sequences
 from llmexp.run.budget import NO_BUDGET
-from llmexp.runs import rundir
-from llmexp.runs.door import scan_rows
-from llmexp.settings.config import Batch, Config, plain
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.forms import ramp_sizes
-from llmexp.settings.values import ConfigError, override_value, refuse
 from llmexp.system.child import DONE, hand_over, kill_family, signals_passed_on
 from llmexp.system.fileio import last_line
 from llmexp.system.workers import start_worker
@@ -58,7 +58,7 @@ def quiet(config: Config) -> Config:
     train = dict.fromkeys(("stop_step", "eval_every", "eval_every_tokens"))
     saves = dict.fromkeys(("every", "every_minutes", "keep_every")) | {"resume": "auto"}
     config = with_knobs(config, train=train, checkpoint=saves)
-    for part in features.parts("settings"):
+    for part in features.parts("config"):
         config = with_knobs(config, **{part.SECTION: getattr(part, "OFF", {})})
     return config
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmexp.config.convert import with_knobs
+from llmexp.config.sections import Clip, Config
+from llmexp.config.values import refuse
 from llmexp.models.common import LanguageModel
-from llmexp.settings.config import Clip, Config
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import refuse
 from llmexp.system.fileio import write_json
 from llmexp.system.text import aligned, columns, rounded
 from llmexp.train.assembly.assemble import assemble
@@ -102,7 +102,7 @@ def prepared(config: Config) -> Config:
     kind = "fp64" if parts.precision == "fp64" else "fp32"
     small = with_knobs(config, model=sizes, batch=batch, precision={"kind": kind})
     small = with_knobs(small, train={"compile": False})
-    constant = {"_target_": "llmexp.update.schedule.constant", "warmup_steps": 0}
+    constant = {"_target_": "llmexp.optim.schedule.constant", "warmup_steps": 0}
     return dataclasses.replace(small, schedule=constant, clip=Clip(kind="none"))
 
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from llmexp import mesh
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders
-from llmexp.checkpoint.pieces import named_tensors
+from llmexp.checkpoint.slices import named_tensors
 from llmexp.checkpoint.stored import DTYPES_BY_NAME
 from llmexp.checkpoint.tensor_files import write_tensors
+from llmexp.config.values import ConfigError
+from llmexp.folders.rundir import CHECKPOINTS
 from llmexp.mesh.split import is_split
-from llmexp.runs.rundir import CHECKPOINTS
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
 from llmexp.train.beginning import parents_checkpoint
 from tests.conftest import HANG_S, ROOT, environment

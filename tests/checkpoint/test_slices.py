@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.checkpoint.folders import MANIFEST
-from llmexp.checkpoint.pieces import named_tensors, piece_of
-from llmexp.mesh.pretend import pretended
+from llmexp.checkpoint.slices import named_tensors, piece_of
+from llmexp.mesh.fake_group import pretended
 
 RANKS = 8
 

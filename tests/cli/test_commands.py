@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from llmexp.__main__ import COMMANDS, run
 from llmexp.compare.comparing import compare
 from llmexp.compare.next_step import propose
-from llmexp.runs import ledger
-from llmexp.runs.rundir import locked
-from llmexp.settings.commands import EXTRAS, command, how_to_install, own_parts
+from llmexp.config.commands import EXTRAS, command, how_to_install, own_parts
+from llmexp.folders import ledger
+from llmexp.folders.rundir import locked
 from tests.conftest import ROOT, TINY, llmexp
 from tests.suggestions import PARSER, commands, read
 from tests.tools import amend, run_here
@@ -61,7 +61,7 @@ def test_what_is_allowed_stands_once_and_covers_each_part(before, parts, name):
 
 def test_parts_of_ones_own_are_found_in_nested_and_flat_configs():
     tree = {"model": {"_target_": "mine.M", "x": "a.b"}, "hooks": ["h.f", {"_target_": "g.k"}],
-            "optimizer": {"_target_": "llmexp.update.optimizers.adamw.adamw"}}  # fmt: skip
+            "optimizer": {"_target_": "llmexp.optim.optimizers.adamw.adamw"}}  # fmt: skip
     flat = {"model._target_": "mine.M", "hooks": tree["hooks"], "data.name": "x.y"}
     assert own_parts(tree) == own_parts(flat) == ["mine.M", "h.f", "g.k"]
 

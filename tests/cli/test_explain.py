@@ -15,11 +15,11 @@ from llmexp.cli.explain import DERIVED
 from llmexp.cli.running import function_of, read_line
 from llmexp.compose import app
 from llmexp.compose.overrides import Layer, layers
+from llmexp.config.knobs import fields
+from llmexp.config.sections import OPEN_SECTIONS, plain
+from llmexp.config.values import flatten
 from llmexp.run import Run
 from llmexp.run.layout import Layout
-from llmexp.settings.config import OPEN_SECTIONS, plain
-from llmexp.settings.knobs import fields
-from llmexp.settings.values import flatten
 from tests.conftest import TINY
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]

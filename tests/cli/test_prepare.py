@@ -11,7 +11,7 @@ import pytest
 
 from llmexp.cli.preparing import build_prepare, part_of
 from llmexp.cli.running import run_command
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from tests.conftest import llmexp
 from tests.data.test_corpus import tree
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.records import Column, Record, Result, Setting
-from llmexp.runs.ledger import Look
+from llmexp.folders.ledger import Look
 
 COLUMNS = (
     Column("final val/loss", "Final val loss", "lower"),

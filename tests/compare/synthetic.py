@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from llmexp.folders import steps as records
+from llmexp.folders.ledger import Ledger
 from llmexp.run import Parent
-from llmexp.runs import steps as records
-from llmexp.runs.ledger import Ledger
 
 STEPS = 400
 LN_2 = math.log(2)

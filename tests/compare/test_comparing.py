@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import llmexp
 from llmexp.compare.comparing import findings, with_words
-from llmexp.runs.ledger import read_ledger
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
+from llmexp.folders.ledger import read_ledger
 from tests.compare.made import trained
 from tests.compare.synthetic import (
     make_case,

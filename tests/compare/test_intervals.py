@@ -16,9 +16,9 @@ import llmexp
 from llmexp.compare.figures import TAIL
 from llmexp.compare.page import page
 from llmexp.compare.reading import read
-from llmexp.laws.ladders import decayed, law_points
-from llmexp.runs.find import find
-from llmexp.runs.steps import FIELDS
+from llmexp.folders.find import find
+from llmexp.folders.steps import FIELDS
+from llmexp.scaling.ladders import decayed, law_points
 from llmexp.sweep.running import score
 from tests.compare.synthetic import make_case, make_run, read_rows, write_rows, write_steps
 from tests.conftest import TINY

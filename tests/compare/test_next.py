@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import llmexp
 from llmexp.compare.next_step import NEXT_RULES, compared
 from llmexp.compare.screening import design
-from llmexp.runs.ending import COMES_AGAIN
-from llmexp.runs.ledger import read_ledger
+from llmexp.folders.ending import COMES_AGAIN
+from llmexp.folders.ledger import read_ledger
 from tests.compare.synthetic import make_case, make_run, make_sweep
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp

@@ -11,7 +11,7 @@ import pytest
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.reading import read
 from llmexp.compare.records import Record
-from llmexp.runs.find import find
+from llmexp.folders.find import find
 from tests.conftest import llmexp
 
 SEEDS = 24

@@ -21,7 +21,7 @@ from llmexp.__main__ import run
 from llmexp.compare.comparing import compare
 from llmexp.compare.records import difference
 from llmexp.compare.table import to_markdown
-from llmexp.runs.rundir import locked
+from llmexp.folders.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown, with_interval
 from tests.compare.synthetic import (

@@ -16,7 +16,7 @@ from llmexp.compare.inference import Difference
 from llmexp.compare.page import PLOTLY_FILE, page, write_beside
 from llmexp.compare.plots import scale
 from llmexp.compare.records import Column, Result
-from llmexp.settings.labels import short_label
+from llmexp.config.labels import short_label
 from llmexp.system.text import shown
 from tests.compare.made import comparison, entry, grid
 from tests.compare.pages import (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import llmexp
 from llmexp.compare.reading import read, read_columns
-from llmexp.runs.find import find
-from llmexp.runs.folder import RunFolder
+from llmexp.folders.find import find
+from llmexp.folders.folder import RunFolder
 from llmexp.system.redact import clean
 from tests.compare.synthetic import make_case, make_run, make_sweep
 from tests.tools import amend

@@ -15,7 +15,7 @@ import yaml
 
 import llmexp
 from llmexp.compare.page import page
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from tests.compare.synthetic import make_case, read_rows
 from tests.conftest import ROOT
 from tests.tools import printed, run_here

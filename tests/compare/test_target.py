@@ -11,7 +11,7 @@ import llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.inference import fit_model, judged
 from llmexp.compare.plots import over_keys
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from tests.compare.synthetic import (
     make_case,
     make_run,

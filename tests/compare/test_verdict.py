@@ -11,7 +11,7 @@ import pytest
 from llmexp.cli.compare import Answer
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import page
-from llmexp.runs.ledger import Look
+from llmexp.folders.ledger import Look
 from tests.compare.made import trained
 from tests.compare.pages import Outline
 from tests.compare.synthetic import told

@@ -26,11 +26,11 @@ from llmexp.checkpoint import hashes, loading, saving
 from llmexp.cli.running import function_of
 from llmexp.compose import app, command_line
 from llmexp.compose.overrides import key_of
+from llmexp.config.convert import build
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
 from llmexp.data.sources.tokens import tokens
-from llmexp.runs.rows import read_rows
-from llmexp.settings.config import plain
-from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError
+from llmexp.folders.rows import read_rows
 from tests.conftest import TINY
 from tests.tools import composed
 

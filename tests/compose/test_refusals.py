@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.train.assembly import placement
 from tests.conftest import TINY, llmexp
 from tests.refusals import homes

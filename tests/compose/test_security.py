@@ -25,11 +25,11 @@ from omegaconf import OmegaConf
 from llmexp.__main__ import run
 from llmexp.compose import app, security
 from llmexp.compose.command_line import recordable
-from llmexp.runs import ending, rundir
-from llmexp.settings import targets, variables
-from llmexp.settings.config import plain
-from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError
+from llmexp.config import targets, variables
+from llmexp.config.convert import build
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
+from llmexp.folders import ending, rundir
 from llmexp.sweep import slurm
 from llmexp.sweep.points import point_label
 from llmexp.system import redact
@@ -287,9 +287,7 @@ def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch)
 def test_nothing_is_called_from_inside_a_section(section, word):
     for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
         with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
-            targets.bind(
-                section, {"_target_": "llmexp.update.optimizers.adamw.adamw", **nested}, {}
-            )
+            targets.bind(section, {"_target_": "llmexp.optim.optimizers.adamw.adamw", **nested}, {})
     if word != "_target_":
         with pytest.raises(ConfigError, match=f"{section}.{word}"):
             targets.refuse_calls(section, {word: "x"})

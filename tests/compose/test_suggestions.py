@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.exchange.reading import WeightSource, check_weights
-from llmexp.settings.knobs import fields
-from llmexp.settings.values import NO_DEFAULT, refuse, typed
+from llmexp.config.knobs import fields
+from llmexp.config.values import NO_DEFAULT, refuse, typed
+from llmexp.hf.reading import WeightSource, check_weights
 from tests.suggestions import PARSER, suggested
 from tests.suggestions import check as check_suggestions
 

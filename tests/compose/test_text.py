@@ -23,13 +23,13 @@ from llmexp.cli.preparing import Prepare
 from llmexp.cli.running import function_of
 from llmexp.compose.command_line import parse
 from llmexp.compose.overrides import as_text, parsed
+from llmexp.config.knobs import takes_text
+from llmexp.config.parts import arguments
+from llmexp.config.sections import Config, conf_dir
+from llmexp.config.targets import arguments_of
+from llmexp.config.values import override_value
+from llmexp.folders.door import config_yaml, read_yaml
 from llmexp.forecast.section import PlanKnobs
-from llmexp.runs.door import config_yaml, read_yaml
-from llmexp.settings.config import Config, conf_dir
-from llmexp.settings.knobs import takes_text
-from llmexp.settings.parts import arguments
-from llmexp.settings.targets import arguments_of
-from llmexp.settings.values import override_value
 from llmexp.sweep.points import as_name, point_label
 from llmexp.sweep.section import Sweep
 from tests.conftest import TINY, llmexp

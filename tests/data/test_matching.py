@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
+from llmexp.config.values import ConfigError
 from llmexp.data.hub import dataset_identity
 from llmexp.data.matching import match_files
 from llmexp.data.remote import RemoteCache
-from llmexp.settings.values import ConfigError
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")

@@ -23,7 +23,7 @@ from llmexp.data.tokenizers.own import PROBE
 from llmexp.data.tokenizers.pieces import keeps_bytes
 from llmexp.data.tokenizers.training import SMALLEST, train_bpe
 from llmexp.data.work import training_documents
-from llmexp.exchange.tokenizer import tokenizer_files
+from llmexp.hf.tokenizer import tokenizer_files
 
 from .common import built, sentencepieces
 

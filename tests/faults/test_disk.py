@@ -11,7 +11,7 @@ import pytest
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
-from llmexp.runs import ledger
+from llmexp.folders import ledger
 from llmexp.train import worker
 from tests.conftest import Result, llmexp
 from tests.faults.helpers import (

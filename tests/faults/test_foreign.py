@@ -25,8 +25,8 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.compare import reading
-from llmexp.runs.folder import RunFolder
-from llmexp.runs.steps import STEP_RECORD, steps_up_to
+from llmexp.folders.folder import RunFolder
+from llmexp.folders.steps import STEP_RECORD, steps_up_to
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import cut_after
 

@@ -15,8 +15,8 @@ import pytest
 
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.folders import checkpoint_folders
-from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
 from tests.conftest import HANG_S, Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 from tests.tools import session, wait_for

@@ -13,10 +13,10 @@ import torch
 
 from llmexp import mesh
 from llmexp.modes.diagnosis import NOTHING, first_bad
+from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
-from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, llmexp
 from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale

@@ -15,9 +15,9 @@ import pytest
 from llmexp.__main__ import run as command
 from llmexp.checkpoint import loading
 from llmexp.compare.reading import read
+from llmexp.folders import ending, rundir
+from llmexp.folders.find import find
 from llmexp.metrics.keys import TIMINGS
-from llmexp.runs import ending, rundir
-from llmexp.runs.find import find
 from tests.conftest import TINY, Result, llmexp
 from tests.faults.helpers import LAST, assert_as_undisturbed
 from tests.tools import amend

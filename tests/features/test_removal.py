@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llmexp.config.values import section_knobs
 from llmexp.features import FEATURES, HERE, part
-from llmexp.settings.values import section_knobs
 from tests import forks
 from tests.conftest import PATHS, ROOT, TINY, environment, llmexp
 
@@ -33,7 +33,7 @@ def goes_with(name: str) -> list[str]:
 
 
 def knobs_of(name: str) -> list[str]:
-    knobs = getattr(part(name, "settings"), "Knobs", None)
+    knobs = getattr(part(name, "config"), "Knobs", None)
     return [*section_knobs(knobs)] if knobs else []
 
 

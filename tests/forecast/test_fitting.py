@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 from llmexp.compose.forking import recut
+from llmexp.config.convert import build
+from llmexp.config.knobs import deciding_work
+from llmexp.config.sections import plain
+from llmexp.config.values import ConfigError
+from llmexp.folders import remembered
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import with_size
 from llmexp.forecast.measuring import Died
 from llmexp.modes import micro_batch
 from llmexp.modes.micro_batch import cut
-from llmexp.runs import remembered
-from llmexp.settings.config import plain
-from llmexp.settings.convert import build
-from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
 from llmexp.train.assembly.assemble import Cache, assemble

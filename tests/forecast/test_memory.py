@@ -16,17 +16,17 @@ import torch
 from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
+from llmexp.config.convert import with_knobs
 from llmexp.data.window import Window
 from llmexp.forecast import memory
+from llmexp.forecast.dry_run import KINDS, cut_of, rehearse
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
-from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.models.initial import BLOCK
-from llmexp.settings.convert import with_knobs
+from llmexp.optim.precision import settings_kept
 from llmexp.system.devices import device_named
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.set_up import set_up
 from llmexp.train.step import train_step
-from llmexp.update.precision import settings_kept
 from tests.conftest import TINY, environment
 from tests.tools import composed
 

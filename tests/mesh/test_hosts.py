@@ -20,9 +20,9 @@ import pytest
 import torch
 import yaml
 
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
 from llmexp.mesh.ranks import place_of_this_host
-from llmexp.runs import rundir
-from llmexp.settings.values import ConfigError
 from tests import forks
 from tests.conftest import (
     ASSETS,

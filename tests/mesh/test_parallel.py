@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
 from llmexp.mesh.groups import STARTED
 from llmexp.modes import ranks
-from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
 from llmexp.train import group, worker
 from tests.conftest import HANG_S, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import SLOW_WRITES, alive, cut_after, exact, same_state, wait_for, weights

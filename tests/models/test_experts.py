@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmexp.config.values import ConfigError
 from llmexp.models import experts
 from llmexp.models.common import idle_parameters, parameter_counts
 from llmexp.models.experts import Experts, Router
 from llmexp.models.llama import Llama
 from llmexp.models.loss import SummedLoss
 from llmexp.models.recompute import recompute_blocks
-from llmexp.settings.values import ConfigError
 from tests.models.mixture import loops_in, window_loss
 
 END = 7  # the last id of a document

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.initial import BLOCK, Blocks
 from llmexp.models.llama import Llama
-from llmexp.update.twin import perturb
+from llmexp.optim.twin import perturb
 
 SHAPES = [(), (5,), (BLOCK + 3,), (7, 3), (300, 500), (3, BLOCK + 1), (2, 3, 40_000)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmexp.config.parts import COMMON
 from llmexp.models.common import parameter_counts
-from llmexp.settings.parts import COMMON
 from tests.tools import option
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"

@@ -1,5 +1,5 @@
 """GPT-2 and Llama: causal, initial weights, rotations, counts, refusals.
-tests/exchange/test_families.py compares them with transformers' own."""
+tests/hf/test_families.py compares them with transformers' own."""
 
 import math
 from typing import Any

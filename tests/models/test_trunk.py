@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from llmexp import mesh
-from llmexp.mesh.pretend import pretended
+from llmexp.mesh.fake_group import pretended
 from llmexp.models import common, documents, offload
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama, RopeScaling

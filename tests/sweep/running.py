@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp.runs.ledger import Ledger, PointFacts
+from llmexp.folders.ledger import Ledger, PointFacts
 from llmexp.sweep import local
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local

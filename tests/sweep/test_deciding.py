@@ -15,12 +15,12 @@ from hypothesis import settings as sampled
 from hypothesis import strategies as st
 from scipy import stats
 
+from llmexp.compare.alpha_spending import ALPHA, RESERVE, expected_runs, following, level_of
 from llmexp.compare.comparing import findings
 from llmexp.compare.records import Record, Verdict
-from llmexp.compare.spending import ALPHA, RESERVE, expected_runs, following, level_of
-from llmexp.runs import ledger as ledgers
-from llmexp.runs.ledger import LedgerEntry, Look
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
+from llmexp.folders import ledger as ledgers
+from llmexp.folders.ledger import LedgerEntry, Look
 from llmexp.sweep.deciding import Deciding, seeded
 from llmexp.sweep.planning import seeds_in_words
 from llmexp.sweep.section import build_sweep

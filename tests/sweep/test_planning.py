@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from llmexp.__main__ import run
 from llmexp.compare import budgets
 from llmexp.compose import app
-from llmexp.runs import rundir
-from llmexp.settings.config import plain
-from llmexp.settings.values import typed
+from llmexp.config.sections import plain
+from llmexp.config.values import typed
+from llmexp.folders import rundir
 from llmexp.sweep import check
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.local import Local

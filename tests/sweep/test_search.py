@@ -12,7 +12,7 @@ import pytest
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.screening import importances
-from llmexp.runs import ledger
+from llmexp.folders import ledger
 from tests.compare.made import record
 from tests.conftest import HANG_S, TINY, llmexp, start
 from tests.tools import wait_for

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.runs import ledger as ledgers
-from llmexp.settings.values import section_knobs
+from llmexp.config.values import section_knobs
+from llmexp.folders import ledger as ledgers
 from llmexp.sweep import ray, slurm
 from tests import forks
 from tests.conftest import HANG_S, PATHS, ROOT, TINY, Result, environment, llmexp, start, train

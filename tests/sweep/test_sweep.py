@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.runs import ledger as ledgers
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
+from llmexp.folders import ledger as ledgers
 from llmexp.sweep import running
 from llmexp.sweep.running import halving_rungs
 from llmexp.system import child

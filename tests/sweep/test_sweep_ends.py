@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from llmexp.runs import rundir
-from llmexp.runs.ledger import Ledger, LedgerEntry
+from llmexp.folders import rundir
+from llmexp.folders.ledger import Ledger, LedgerEntry
 from llmexp.sweep import local, running, show, slurm
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.local import record_left

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from llmexp.runs import ledger
+from llmexp.folders import ledger
+from llmexp.optim.twin import perturb
 from llmexp.sweep.grid import leading
-from llmexp.update.twin import perturb
 from tests.compare.synthetic import make_sweep, parent_in
 from tests.conftest import HANG_S, TINY, llmexp, start, train
 from tests.tools import wait_for, weights

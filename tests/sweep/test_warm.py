@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.runs.ledger import read_ledger
-from llmexp.runs.rundir import read_status
+from llmexp.folders.ledger import read_ledger
+from llmexp.folders.rundir import read_status
 from tests.conftest import HANG_S, TINY, Result, llmexp, start
 from tests.sweep.running import RUN
 from tests.tools import exact, same_state, session, wait_for

@@ -16,8 +16,8 @@ import yaml
 
 from llmexp import mesh
 from llmexp.__main__ import run as command
+from llmexp.config.values import ConfigError
 from llmexp.evaluate import harness, sets
-from llmexp.settings.values import ConfigError
 from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, Item, read_items, read_task
 from llmexp.train.assembly.opening import Opened, open_run

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from llmexp.compare.comparing import compare
-from llmexp.runs.ledger import Ledger
-from llmexp.runs.rows import read_rows
+from llmexp.folders.ledger import Ledger
+from llmexp.folders.rows import read_rows
 from llmexp.tracker.answer import SweepAnswer, deliver
 from llmexp.tracker.fields import (
     MirrorPosition,

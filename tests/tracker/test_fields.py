@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmexp.settings.tracking import SAFE_ID, with_environment
+from llmexp.config.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
     MirrorPosition,
     cut_tags,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmexp import compare
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from tests.conftest import HANG_S, Result, llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 from tests.tracker.test_answer import MARKS

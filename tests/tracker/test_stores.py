@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from llmexp.__main__ import run as command
-from llmexp.runs import rundir
-from llmexp.runs.rows import Rows, read_rows
-from llmexp.settings import config
+from llmexp.config import sections
+from llmexp.folders import rundir
+from llmexp.folders.rows import Rows, read_rows
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror, Trackers
@@ -26,13 +26,13 @@ from tests.tracker.test_tracker import make_rows
 
 FIELDS = Fields("proj", None, "a run", "a/sweep", [], None, {"clip": {"max_norm": 0.5}}, "run-1")
 NAMES = dict.fromkeys(("project", "name", "group", "notes"))
-SETTINGS = config.Tracker(kind="tensorboard", tags=[], finish_timeout_s=60, **NAMES)
+SETTINGS = sections.Tracker(kind="tensorboard", tags=[], finish_timeout_s=60, **NAMES)
 # A worker that follows its rows; `die`: it is killed when its rows should have arrived.
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from llmexp.settings.execution import Tracker
-from llmexp.runs.rows import Rows
+from llmexp.config.execution import Tracker
+from llmexp.folders.rows import Rows
 from llmexp.tracker.mirror import Mirror
 from llmexp.tracker.stores import STORES
 from tests.tracker.test_stores import FIELDS, SETTINGS

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from llmexp.cli.running import run_command
-from llmexp.runs import rundir
-from llmexp.runs.find import find
-from llmexp.runs.rows import rows_up_to
+from llmexp.folders import rundir
+from llmexp.folders.find import find
+from llmexp.folders.rows import rows_up_to
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
 from llmexp.tracker.sync import find_runs, summary_of_rows, upload_command

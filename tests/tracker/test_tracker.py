@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llmexp.runs.rows import Rows
+from llmexp.folders.rows import Rows
 from llmexp.tracker.fields import (
     MirrorPosition,
     read_position,

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from llmexp.runs.rows import Rows
-from llmexp.settings.execution import Tracker
+from llmexp.config.execution import Tracker
+from llmexp.folders.rows import Rows
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror
 

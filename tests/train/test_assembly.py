@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
+from llmexp.config.values import ConfigError
 from llmexp.models.gpt2 import GPT2
-from llmexp.settings.values import ConfigError
 from llmexp.system import hardware
 from llmexp.train.assembly.assemble import Cache, assemble
 from llmexp.train.assembly.building import dropout_words

@@ -24,17 +24,17 @@ from llmexp.compare.reading import read
 from llmexp.compose.app import compose, hydra_app
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import with_steps
+from llmexp.config.sections import Config
+from llmexp.folders import rundir
+from llmexp.folders.find import find
+from llmexp.optim.schedule import cooldown
 from llmexp.run import Parent
-from llmexp.runs import rundir
-from llmexp.runs.find import find
-from llmexp.settings.config import Config
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.main import section_of
 from llmexp.sweep.points import expand, load_points
 from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.update.schedule import cooldown
 from tests import tools
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import amend, exact, same_state, wait_for, weights
@@ -263,7 +263,7 @@ def points_of(overrides: list[str]) -> list[Config]:
 def test_each_point_of_a_sweep_over_trunks_has_the_config_of_its_own(trunk, here):
     """Seed, schedule and steps are those of its parent, whatever stands before it in the sweep."""
     copy(trunk, "of seed 7", train={"seed": 7})
-    other = copy(trunk, "linear", schedule={"_target_": "llmexp.update.schedule.linear"})
+    other = copy(trunk, "linear", schedule={"_target_": "llmexp.optim.schedule.linear"})
     shutil.rmtree(other.checkpoint(12))
     both = ["fork.run=trunk,'of seed 7',linear", "optimizer.lr=0.1,0.2"]
     seeds = {"trunk": 1234, "of seed 7": 7, "linear": 1234}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.cli.running import run_command
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import cut_after
 from tests.train.resumed import goes_on

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmexp.config.values import ConfigError
 from llmexp.data.stream import DataChanged
+from llmexp.folders import rundir
+from llmexp.folders.rows import Figures
 from llmexp.metrics.meter import Meter
 from llmexp.run.stages import Begin
-from llmexp.runs import rundir
-from llmexp.runs.rows import Figures
-from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable
 from llmexp.train import checkpointing, failing, worker
 from llmexp.train.checkpointing import finish_alone

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmexp.checkpoint import loading
-from llmexp.runs.rows import read_rows
+from llmexp.folders.rows import read_rows
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import agree, weights

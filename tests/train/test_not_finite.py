@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from llmexp.__main__ import run
 from llmexp.checkpoint import saving
-from llmexp.update.states import Traits
+from llmexp.optim.states import Traits
 from tests.conftest import TINY, Result, llmexp
 from tests.tools import exact
 

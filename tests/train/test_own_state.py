@@ -17,6 +17,7 @@ from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.loss import looking
+from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.building import left_in_evaluation
 from llmexp.train.assembly.opening import open_run
@@ -24,7 +25,6 @@ from llmexp.train.evaluation import validate
 from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
-from llmexp.update.precision import settings_kept
 from tests.conftest import Result, llmexp
 from tests.tools import cut_after, exact
 from tests.train.resumed import goes_on

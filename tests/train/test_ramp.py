@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.config.sections import Train
+from llmexp.config.values import ConfigError
 from llmexp.run import Run
 from llmexp.run.budget import TokenCost, solve_budget
 from llmexp.run.stages import Begin, stage_at, stages_of, step_after
-from llmexp.settings.config import Train
-from llmexp.settings.values import ConfigError
 from tests import reference
 from tests.conftest import TINY, Result, llmexp
 from tests.test_run import BASE

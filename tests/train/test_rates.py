@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmexp.runs import rundir
+from llmexp.folders import rundir
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import Result, llmexp, train
 from tests.tools import cut_after

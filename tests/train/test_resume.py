@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from llmexp.compose.overrides import parsed
-from llmexp.runs import rundir
-from llmexp.runs.rows import read_rows
-from llmexp.settings.values import typed
+from llmexp.config.values import typed
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
 from llmexp.train import folder
 from tests.conftest import HANG_S, TINY, Result, llmexp, start
 from tests.tools import contents, exact, run_here, wait_for

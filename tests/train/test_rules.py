@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from llmexp.compare.folding import factors
 from llmexp.compare.records import Record, Setting
+from llmexp.config.convert import build, with_knobs
+from llmexp.config.knobs import deciding_result
+from llmexp.config.rules import SCALING_RULES, Reference
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import flatten
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import TokenCost
 from llmexp.run.rules import solve_rule
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import build, with_knobs
-from llmexp.settings.knobs import deciding_result
-from llmexp.settings.rules import SCALING_RULES, Reference
-from llmexp.settings.values import flatten
 from llmexp.train.assembly.assemble import assemble
 from tests import tools
 from tests.conftest import TINY, llmexp, train

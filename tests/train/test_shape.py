@@ -11,12 +11,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp.config.rules import SHAPE_KEYS
+from llmexp.config.values import ConfigError
 from llmexp.models.common import parameter_counts
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.run.shape import parameters_in, solve_shape
-from llmexp.settings.rules import SHAPE_KEYS
-from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import ROOT, llmexp
 from tests.tools import composed, exact

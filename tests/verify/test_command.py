@@ -18,8 +18,8 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.cli import verify
+from llmexp.config.values import ConfigError
 from llmexp.data.stream import DataChanged
-from llmexp.settings.values import ConfigError
 from llmexp.system.child import children, ended
 from llmexp.verify import runs
 from llmexp.verify.checks import Check, at_most, none_differ

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmexp.runs import rundir
-from llmexp.settings.convert import build
+from llmexp.config.convert import build
+from llmexp.folders import rundir
 from llmexp.verify import determinism, runs
 from llmexp.verify.determinism import Remains, same_bits
 from tests.conftest import ROOT, TINY, Result, environment, llmexp

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError
+from llmexp.config.convert import build
+from llmexp.config.sections import Config, plain
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
+from llmexp.optim.precision import settings_kept
 from llmexp.system.child import STOP
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.train.assembly.assemble import assemble
-from llmexp.update.precision import settings_kept
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
 from llmexp.verify.geometry import masked_id, moved_off, off_by, real_batch, within_limit

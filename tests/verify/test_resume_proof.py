@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.checkpoint import hashes
-from llmexp.runs import rundir
-from llmexp.settings.convert import build, with_knobs
-from llmexp.settings.targets import locate
-from llmexp.settings.values import ConfigError
+from llmexp.config.convert import build, with_knobs
+from llmexp.config.targets import locate
+from llmexp.config.values import ConfigError
+from llmexp.folders import rundir
 from llmexp.verify import record, resume, runs
 from llmexp.verify.determinism import Remains, same_bits
 from llmexp.verify.resume import Kill

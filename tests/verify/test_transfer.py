@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from llmexp.cli.running import function_of, read_line
 from llmexp.compose import app
-from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import ConfigError
+from llmexp.config.convert import with_knobs
+from llmexp.config.values import ConfigError
+from llmexp.optim.updating import set_rate
 from llmexp.train.assembly.assemble import assemble
-from llmexp.update.optim import set_rate
 from llmexp.verify import transfer
 from llmexp.verify.reference import windows_in_order
 from llmexp.verify.runs import trial

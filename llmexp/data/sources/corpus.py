@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from llmexp.config.convert import convert_section, convert_value
+from llmexp.config.values import ConfigError, Knob, knob, refuse, typed
 from llmexp.data.cache import cache_folder
 from llmexp.data.matching import left_out_text
 from llmexp.data.mixture import Mixture
@@ -20,8 +22,6 @@ from llmexp.data.stored import SourceShards
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import TRAIN, Source, refuse_shared_files, works_of
-from llmexp.settings.convert import convert_section, convert_value
-from llmexp.settings.values import ConfigError, Knob, knob, refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 MOST = 1e18  # of a weight: sums and products stay finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from llmexp.settings.values import choice, knob, where
+from llmexp.config.values import choice, knob, where
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # of a source, or of a validation set
 

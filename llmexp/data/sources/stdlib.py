@@ -7,10 +7,10 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmexp.config.values import ConfigError
 from llmexp.data.remote import RemoteCache
 from llmexp.data.sources.text import OneSource
 from llmexp.data.work import Source
-from llmexp.settings.values import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

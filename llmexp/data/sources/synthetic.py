@@ -7,9 +7,9 @@ from typing import Annotated
 
 import numpy as np
 
+from llmexp.config.values import choice, knob, refuse
 from llmexp.data.sources.settings import Knobs
 from llmexp.data.stream import Corpus, TokenStream, sample_digest
-from llmexp.settings.values import choice, knob, refuse
 
 
 def synthetic(

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from llmexp.config.labels import plural
+from llmexp.config.values import knob
 from llmexp.data.cache import cache_folder
 from llmexp.data.files import files_fingerprint
 from llmexp.data.matching import left_out_text
@@ -20,8 +22,6 @@ from llmexp.data.sources.shares import match_both, shared_tokens
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import TRAIN, Source, works_of
-from llmexp.settings.labels import plural
-from llmexp.settings.values import knob
 from llmexp.system.text import size_text
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from llmexp.config.labels import plural
+from llmexp.config.values import choice, refuse
 from llmexp.data.beside import refuse_tokenizer
 from llmexp.data.cache import cache_folder, cached
 from llmexp.data.files import allow_open_files, files_fingerprint
@@ -17,8 +19,6 @@ from llmexp.data.sources.shares import match_both, shared_tokens
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_all
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.labels import plural
-from llmexp.settings.values import choice, refuse
 
 FlatType = Annotated[
     str | None,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.system.text import first_of
 
 END_OF_TEXT = "<|endoftext|>"

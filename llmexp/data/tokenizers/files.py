@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.values import knob, refuse
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.data.tokenizers.huggingface import HuggingFaceTokenizer
 from llmexp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from llmexp.data.tokenizers.tiktoken import read_ranks
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.values import knob, refuse
 
 
 def from_file(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import refuse
 from llmexp.data.encode import PATTERNS
 from llmexp.data.tokenizers.pieces import keeps_bytes, piece_bytes, special_id
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import refuse
 
 # Keys of a tokenizer.json that are not used, and those of its model that make it random.
 WITHOUT = ("post_processor", "truncation", "padding")

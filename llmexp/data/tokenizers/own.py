@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.config.values import ConfigError
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.settings.values import ConfigError
 
 # A tokenizer of the user's own needs these.
 NEEDED = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llmexp.config.values import refuse
 from llmexp.data.tokenizers.base import END_OF_TEXT
 from llmexp.data.tokenizers.own import PROBE
-from llmexp.settings.values import refuse
 from llmexp.system.text import first_of
 
 # The usual names of the token between documents, looked for in this order.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import refuse
 from llmexp.data.tokenizers.pieces import keeps_bytes, piece_bytes, special_id
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import refuse
 
 
 class SentencePieceTokenizer:

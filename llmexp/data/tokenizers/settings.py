@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from llmexp.settings.values import knob
+from llmexp.config.values import knob
 
 
 class Knobs:

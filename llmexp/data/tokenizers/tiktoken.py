@@ -16,10 +16,10 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 
+from llmexp.config.values import knob, nearest, refuse
 from llmexp.data.encode import PATTERNS, PUBLISHED
 from llmexp.data.tokenizers.base import END_OF_TEXT, Tokenizer
 from llmexp.data.tokenizers.settings import Knobs
-from llmexp.settings.values import knob, nearest, refuse
 
 _READ_FILE = tiktoken.load.read_file
 

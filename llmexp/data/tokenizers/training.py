@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from llmexp.config.commands import need_package
+from llmexp.config.values import ConfigError
 from llmexp.data.encode import PATTERNS, split_text
 from llmexp.data.tokenizers.base import END_OF_TEXT
-from llmexp.settings.commands import need_package
-from llmexp.settings.values import ConfigError
 
 SMALLEST = 257  # the bytes, and the token between documents
 BATCH_CHARACTERS = 1 << 21  # of text, handed to the library at a time

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from llmexp.optim import updating
 from llmexp.train.clipping import Clipped, clip_norm
 from llmexp.train.feature import starting
 from llmexp.train.limiting import LimitingRule
-from llmexp.update import optim
 
 
 class Moving(LimitingRule):
@@ -54,7 +54,7 @@ class Moving(LimitingRule):
         shown = math.inf if limit is None else limit
         shown = shown if isinstance(shown, Tensor) else norm.new_full((), shown)
         self.found = {"clip_limit": shown}
-        by_update = optim.clips_in_update(self.optimizers, norm)
+        by_update = updating.clips_in_update(self.optimizers, norm)
         return clip_norm(gradients, norm, limit, by_update)
 
     def factor(self, outcome: Any) -> float | None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.features.clip_moving.settings import CLIP_RULES
-from llmexp.settings.config import Config
-from llmexp.settings.convert import with_knobs
+from llmexp.config.convert import with_knobs
+from llmexp.config.sections import Config
+from llmexp.features.clip_moving.config import CLIP_RULES
 
 
 def prepared(config: Config, steps: int) -> Config:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.features.clip_per_group.settings import EXAMPLE
-from llmexp.settings.values import refuse
+from llmexp.config.values import refuse
+from llmexp.features.clip_per_group.config import EXAMPLE
+from llmexp.optim.patterns import first_matches
 from llmexp.train.clipping import EPSILON, Clipped
 from llmexp.train.limiting import LimitingRule
-from llmexp.update.patterns import first_matches
 
 
 def grouped(model: nn.Module, patterns: list[str]) -> list[tuple[nn.Parameter, int | None]]:

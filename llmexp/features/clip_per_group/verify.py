@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmexp.update.patterns import first_matches
+from llmexp.optim.patterns import first_matches
 
 
 def per_group(at: Any, norm: float, error: float) -> None:

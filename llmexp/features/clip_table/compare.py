@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from llmexp.compare.records import Column, Record
-from llmexp.settings.clipping import ClipRule
-from llmexp.settings.config import CLIP_RULES
+from llmexp.config.clipping import ClipRule
+from llmexp.config.sections import CLIP_RULES
 from llmexp.system.text import number
 
 COLUMNS = (

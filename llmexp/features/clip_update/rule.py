@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.settings.values import refuse
+from llmexp.config.values import refuse
 from llmexp.train.clipping import Clipped
 from llmexp.train.limiting import LimitingRule, as_figures, on_ladder
 

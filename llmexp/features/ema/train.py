@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import named_tensors
-from llmexp.features.ema.settings import Knobs
+from llmexp.checkpoint.slices import named_tensors
+from llmexp.config.sections import knobs_of
+from llmexp.features.ema.config import Knobs
 from llmexp.metrics.keys import EMA
-from llmexp.settings.config import knobs_of
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Outcome, Setup

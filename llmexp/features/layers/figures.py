@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.config.values import is_ours
 from llmexp.models.documents import Documents
 from llmexp.models.logits import divisor_of, seen_by
 from llmexp.models.loss import SummedLoss, blocks_of
-from llmexp.settings.values import is_ours
-from llmexp.update import precision
+from llmexp.optim import precision
 
 _TOKENS = 512  # of the window's first sequence, at most, in the forward pass
 QUERIES = 64  # of these tokens, spread evenly, whose attention is looked at

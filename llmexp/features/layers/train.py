@@ -4,12 +4,12 @@ from collections import deque
 from typing import Any
 
 from llmexp import mesh
+from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
+from llmexp.features.layers.config import Knobs, of_each_step
 from llmexp.features.layers.figures import Layers, Taken, row_of
-from llmexp.features.layers.settings import Knobs, of_each_step
-from llmexp.runs import rundir
-from llmexp.runs.rows import Rows
-from llmexp.settings.config import knobs_of
+from llmexp.folders import rundir
+from llmexp.folders.rows import Rows
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.state import Loop

@@ -5,17 +5,17 @@ import dataclasses
 import torch
 
 from llmexp import features
-from llmexp.features.memory.settings import Knobs
+from llmexp.config.knobs import deciding_work
+from llmexp.config.sections import Config, knobs_of
+from llmexp.config.values import is_ours, refuse
+from llmexp.features.memory.config import Knobs
+from llmexp.folders.remembered import MEMORY, remembered
+from llmexp.optim.precision import parameter_dtype
 from llmexp.run import Run
-from llmexp.runs.remembered import MEMORY, remembered
-from llmexp.settings.config import Config, knobs_of
-from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import is_ours, refuse
 from llmexp.system import hardware
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.building import draws_by_blocks
-from llmexp.update.precision import parameter_dtype
 
 MORE = "llmexp plan plan.device=cpu says what would fit"
 
@@ -50,7 +50,7 @@ def admit(parts: Parts) -> Parts:
         text += "train.check_memory=false starts it all the same"
         raise refuse("too_large", "train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
-    more = sum(copies(config) for copies in features.offered("settings", "copies_of_weights"))
+    more = sum(copies(config) for copies in features.offered("config", "copies_of_weights"))
     state = share * (1 + more + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
     about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.features.moe.settings import BY_LAYER
+from llmexp.features.moe.config import BY_LAYER
 from llmexp.models.experts import experts_of
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.train.assembly.assemble import Parts

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.config.labels import plural
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.settings.labels import plural
 
 DECAY = 0.99  # of the smoothing, a measurement
 FACTOR = 4  # within this factor of each other, a batch size and the noise scale are near

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
+from llmexp.features.noise.config import Knobs
 from llmexp.features.noise.scale import NoiseScale, SmallGradient
-from llmexp.features.noise.settings import Knobs
-from llmexp.settings.config import knobs_of
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.state import Loop

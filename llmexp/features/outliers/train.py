@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from llmexp import mesh
+from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
+from llmexp.features.outliers.config import Knobs
 from llmexp.features.outliers.limits import LASTING, Judge, Limits, describe
-from llmexp.features.outliers.settings import Knobs
-from llmexp.settings.config import knobs_of
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature, starting
 from llmexp.train.state import Loop

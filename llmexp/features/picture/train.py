@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from llmexp.runs import rundir
-from llmexp.runs.rows import LINEAGE, walk_rows
+from llmexp.folders import rundir
+from llmexp.folders.rows import LINEAGE, walk_rows
 from llmexp.system.fileio import write_whole
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmexp.features.profile.settings import Knobs
-from llmexp.runs import rundir
-from llmexp.settings.config import Config, knobs_of
-from llmexp.settings.values import refuse
+from llmexp.config.sections import Config, knobs_of
+from llmexp.config.values import refuse
+from llmexp.features.profile.config import Knobs
+from llmexp.folders import rundir
 
 
 def check_resume(config: Config, path: Path, given: Sequence[str]) -> None:

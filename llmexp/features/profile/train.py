@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
-from llmexp.features.profile.settings import Knobs
-from llmexp.settings.config import knobs_of
+from llmexp.features.profile.config import Knobs
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.state import Loop

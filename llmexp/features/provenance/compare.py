@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from llmexp.compare.records import Record
-from llmexp.features.provenance.runs import folders, read_packages, read_provenance
+from llmexp.features.provenance.folders import folders, read_packages, read_provenance
 from llmexp.system.redact import clean
 from llmexp.system.text import first_of
 

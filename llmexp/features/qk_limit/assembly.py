@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from llmexp.config.sections import Config, knobs_of
+from llmexp.config.values import ConfigError, refuse
+from llmexp.features.qk_limit.config import Knobs
 from llmexp.features.qk_limit.heads import attentions_of
-from llmexp.features.qk_limit.settings import Knobs
-from llmexp.settings.config import Config, knobs_of
-from llmexp.settings.values import ConfigError, refuse
 
 
 def check_model(config: Config, model: nn.Module) -> None:

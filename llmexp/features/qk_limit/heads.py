@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmexp.config.values import is_ours
 from llmexp.models.logits import divisor_of, seen_by
 from llmexp.models.loss import blocks_of
 from llmexp.models.planned import kind_of
-from llmexp.settings.values import is_ours
 
 _MOST = 2**24  # logits that are held at once
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import piece_of
+from llmexp.checkpoint.slices import piece_of
+from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
+from llmexp.features.qk_limit.config import Knobs
 from llmexp.features.qk_limit.heads import attentions_of, keep_largest
-from llmexp.features.qk_limit.settings import Knobs
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.settings.config import knobs_of
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.limiting import Limiting, as_figures, on_ladder
 from llmexp.train.step import Setup

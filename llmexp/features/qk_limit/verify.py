@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from llmexp.features.qk_limit.settings import Knobs
-from llmexp.settings.config import Config, knobs_of
-from llmexp.settings.values import refuse
+from llmexp.config.sections import Config, knobs_of
+from llmexp.config.values import refuse
+from llmexp.features.qk_limit.config import Knobs
 
 
 def prepared(config: Config, steps: int) -> Config:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from torch import nn
 
 from llmexp import mesh
-from llmexp.features.sample.settings import Knobs
-from llmexp.settings.config import knobs_of
+from llmexp.config.sections import knobs_of
+from llmexp.features.sample.config import Knobs
+from llmexp.optim import eval_weights
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.sampling import first_words, one_thread, sample
 from llmexp.train.state import Loop
 from llmexp.train.step import Setup
-from llmexp.update import faces
 
 SMALL = 20_000_000  # parameters
 
@@ -71,6 +71,6 @@ class Sample(Feature):
             if loop.mesh.sharded:  # a split model is whole within the loss alone
                 mesh.share_buffers(loop.mesh, model)
                 model = loop.setup.loss
-            with faces.evaluating(loop.setup.optimizers, loop.setup.module):
+            with eval_weights.evaluating(loop.setup.optimizers, loop.setup.module):
                 text = sample(parts.tokenizer, model, length, parts.precision, prompt, self._tokens)
         return " ".join(text.split())

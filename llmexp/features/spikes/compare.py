@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmexp.compare.records import Column, Record, Result, Setting, alone
-from llmexp.settings.labels import plural
+from llmexp.config.labels import plural
 from llmexp.system.text import first_of
 
 COLUMNS = (

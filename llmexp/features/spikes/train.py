@@ -13,7 +13,7 @@ from llmexp.features.layers.figures import row_of
 from llmexp.features.layers.train import LayerByLayer
 from llmexp.features.outliers.limits import Limits, describe
 from llmexp.features.outliers.train import Outliers
-from llmexp.runs.rundir import SPIKES
+from llmexp.folders.rundir import SPIKES
 from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature

@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from llmexp.config.sections import Config, knobs_of
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.features.tasks.settings import Knobs, asked
-from llmexp.settings.config import Config, knobs_of
+from llmexp.features.tasks.config import Knobs, asked
 
 if TYPE_CHECKING:
     from llmexp.tasks.scoring import Task

@@ -3,14 +3,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmexp import mesh
-from llmexp.features.tasks.settings import Knobs
+from llmexp.config.sections import knobs_of
+from llmexp.features.tasks.config import Knobs
 from llmexp.metrics.keys import SCORES
-from llmexp.settings.config import knobs_of
+from llmexp.optim import eval_weights
 from llmexp.tasks import scoring
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Setup, TrainingFailed
-from llmexp.update import faces
 
 
 def make(parts: Parts, setup: Setup) -> Tasks:
@@ -35,7 +35,7 @@ class Tasks(Feature):
         row, parts, setup = dict[str, float](), self._parts, self._setup
         tokens = parts.run.micro_batch_size * parts.run.sequence_length
         mesh.share_buffers(setup.mesh, setup.model)
-        with faces.evaluating(setup.optimizers, setup.module):
+        with eval_weights.evaluating(setup.optimizers, setup.module):
             for task in parts.prepared["tasks"]:
                 given = task, setup.loss, setup.mesh, parts.precision, tokens
                 try:

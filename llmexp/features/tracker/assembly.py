@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from llmexp.features.tracker.settings import asked
-from llmexp.settings.config import Config
+from llmexp.config.sections import Config
+from llmexp.features.tracker.config import asked
 
 
 def check(config: Config) -> None:

@@ -19,19 +19,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import features
+from llmexp.config import variables
+from llmexp.config.parts import COMMON
+from llmexp.config.rules import asks_rule
+from llmexp.config.sections import Config, plain
+from llmexp.config.targets import bind, hook, place
+from llmexp.config.values import ConfigError, is_ours
 from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.loss import SummedLoss
+from llmexp.optim.held import not_updated
+from llmexp.optim.states import Traits
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
-from llmexp.settings import variables
-from llmexp.settings.config import Config, plain
-from llmexp.settings.parts import COMMON
-from llmexp.settings.rules import asks_rule
-from llmexp.settings.targets import bind, hook, place
-from llmexp.settings.values import ConfigError, is_ours
 from llmexp.system.text import first_of
 from llmexp.train.assembly.building import (
     begin_model,
@@ -55,8 +57,6 @@ from llmexp.train.assembly.placement import Placement, check_parallel, check_ran
 from llmexp.train.assembly.solving import Bare, price_of, rate_factor, run_facts, solve_run
 from llmexp.train.clipping import rule_of
 from llmexp.train.feature import Feature, own_name
-from llmexp.update.held import not_updated
-from llmexp.update.states import Traits
 
 _T = TypeVar("_T")
 

@@ -13,27 +13,27 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from llmexp import mesh
-from llmexp.checkpoint.pieces import TYPES, piece_of
+from llmexp.checkpoint.slices import TYPES, piece_of
+from llmexp.config.convert import checked_knob
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.rules import LIBRARY_TARGET, TRANSFORMERS
+from llmexp.config.targets import bind, locate
+from llmexp.config.values import ConfigError, is_ours, refuse, typed
+from llmexp.config.variables import fill
 from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.folders import rundir
 from llmexp.models.common import LanguageModel, give_memory, parameter_counts
 from llmexp.models.initial import numbers_of
+from llmexp.optim import held, precision
+from llmexp.optim.optimizers.settings import Group
+from llmexp.optim.states import Traits
 from llmexp.run.layout import Layout
 from llmexp.run.shares import GroupShare
-from llmexp.runs import rundir
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.rules import LIBRARY_TARGET, TRANSFORMERS
-from llmexp.settings.targets import bind, locate
-from llmexp.settings.values import ConfigError, is_ours, refuse, typed
-from llmexp.settings.variables import fill
 from llmexp.system.text import first_of, gib
 from llmexp.train.assembly.inputs import build_tokenizer, place_of
-from llmexp.update import held, precision
-from llmexp.update.optimizers.settings import Group
-from llmexp.update.states import Traits
 
 if TYPE_CHECKING:
-    from llmexp.exchange.reading import WeightSource
+    from llmexp.hf.reading import WeightSource
 
 
 def initial_weights(
@@ -46,7 +46,7 @@ def initial_weights(
     section = fill(section, "model")
     if (given := section.get("init_from")) is None:
         return None
-    from llmexp.exchange.reading import begin_with, check_weights, open_source
+    from llmexp.hf.reading import begin_with, check_weights, open_source
 
     try:
         source = open_source(given, mesh.share_here() if read else None)
@@ -86,7 +86,7 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     """
     if tokenizer is None:
         return []
-    from llmexp.exchange.tokenizer import same_ids, tokenizer_beside
+    from llmexp.hf.tokenizer import same_ids, tokenizer_beside
 
     other: Tokenizer | None
     try:
@@ -170,7 +170,7 @@ def begin_model(
             cast(LanguageModel, model).init_weights(piece_of)
     initial_weights(section, model, True)
     if twin:
-        from llmexp.update.twin import perturb
+        from llmexp.optim.twin import perturb
 
         perturb(model, seed, twin, piece_of)
 
@@ -225,7 +225,7 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
     if section.get("_target_") != LIBRARY_TARGET:
         return section
-    from llmexp.update.optimizers import library
+    from llmexp.optim.optimizers import library
 
     name = fill(section, "optimizer").get("name")
     if not isinstance(name, str) or not name:
@@ -253,7 +253,7 @@ def build_optimizers(
         optimizer.llmexp_traits = known  # type: ignore[attr-defined]
     wanted = _groups_of(section)
     if wanted or getattr(model, "width_ratio", 1.0) != 1:
-        from llmexp.update import groups
+        from llmexp.optim import groups
 
         groups.by_name(model, optimizers, wanted)
         groups.by_width(model, optimizers)
@@ -272,7 +272,7 @@ def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str | None:
     """Return what model.parametrization=mup changes, and by how much; None where it is standard."""
     if getattr(model, "base_width", None) is None:
         return None
-    from llmexp.update.groups import mup_words
+    from llmexp.optim.groups import mup_words
 
     return mup_words(model, optimizers)
 
@@ -283,7 +283,7 @@ def group_shares(
     """Return what each of the groups takes, and what is left for none of them."""
     if not (wanted := _groups_of(section)):
         return ()
-    from llmexp.update.groups import groups_by_name
+    from llmexp.optim.groups import groups_by_name
 
     places = groups_by_name(model, optimizers, wanted)
     sizes = {id(p): p.numel() for p in model.parameters()}

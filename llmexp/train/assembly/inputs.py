@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from llmexp.config.convert import checked_knob
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.sections import Config
+from llmexp.config.targets import bind, described, locate, place
+from llmexp.config.values import ConfigError, is_ours, refuse
+from llmexp.config.variables import fill
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
-from llmexp.settings.config import Config
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.targets import bind, described, locate, place
-from llmexp.settings.values import ConfigError, is_ours, refuse
-from llmexp.settings.variables import fill
 
 
 def build_tokenizer(section: dict[str, Any]) -> Tokenizer:

@@ -14,19 +14,19 @@ from torch import nn
 
 from llmexp import mesh
 from llmexp.checkpoint import loading
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.rules import TRANSFORMERS
+from llmexp.config.sections import Config
+from llmexp.config.values import ConfigError
+from llmexp.config.variables import fill
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.exchange.export import EXPORT_DTYPES, Exported, Stored, export_model
-from llmexp.exchange.reading import open_checkpoint
-from llmexp.exchange.sizes import sizes_of
+from llmexp.folders import rundir
+from llmexp.hf.export import EXPORT_DTYPES, Exported, Stored, export_model
+from llmexp.hf.reading import open_checkpoint
+from llmexp.hf.sizes import sizes_of
 from llmexp.models.common import give_memory
 from llmexp.models.loss import SummedLoss
 from llmexp.run.layout import solve_layout
-from llmexp.runs import rundir
-from llmexp.settings.config import Config
-from llmexp.settings.kinds import kind_of_error
-from llmexp.settings.rules import TRANSFORMERS
-from llmexp.settings.values import ConfigError
-from llmexp.settings.variables import fill
 from llmexp.train.assembly.building import build_model, initial_weights
 from llmexp.train.assembly.inputs import document_end, inputs_of, padded_vocabulary, uses_tokenizer
 

@@ -14,13 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from llmexp import mesh
+from llmexp.config.kinds import Kind, kind_of_error
+from llmexp.config.sections import Config
+from llmexp.config.values import is_ours, refuse
 from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
+from llmexp.optim import precision
+from llmexp.optim.states import traits_of
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
-from llmexp.settings.config import Config
-from llmexp.settings.kinds import Kind, kind_of_error
-from llmexp.settings.values import is_ours, refuse
-from llmexp.update import precision
-from llmexp.update.states import traits_of
 
 # said of a run on a CPU
 SAVES_NOTHING = (
@@ -169,6 +169,6 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
             "optimizer._target_",
             target,
             text,
-            "llmexp.update.optimizers.adamw.adamw",
+            "llmexp.optim.optimizers.adamw.adamw",
         )
     return warnings

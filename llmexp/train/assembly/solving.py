@@ -14,21 +14,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import features
+from llmexp.config.convert import checked_knob
+from llmexp.config.forms import ramp_sizes
+from llmexp.config.sections import Config
+from llmexp.config.targets import bind
+from llmexp.config.values import refuse
+from llmexp.config.variables import fill
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import Tokenizer
+from llmexp.folders.versions import source_commit, versions
 from llmexp.models.common import idle_parameters, parameter_counts
 from llmexp.models.loss import SummedLoss
+from llmexp.optim import schedule
 from llmexp.run import Facts, Parent, Run, solve
 from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
-from llmexp.runs.versions import source_commit, versions
-from llmexp.settings.config import Config
-from llmexp.settings.convert import checked_knob
-from llmexp.settings.forms import ramp_sizes
-from llmexp.settings.targets import bind
-from llmexp.settings.values import refuse
-from llmexp.settings.variables import fill
 from llmexp.system import hardware
 from llmexp.system.devices import threads_per_rank
 from llmexp.system.redact import redacted
@@ -42,7 +43,6 @@ from llmexp.train.assembly.building import (
 from llmexp.train.assembly.inputs import place_of
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.clipping import rule_of
-from llmexp.update import schedule
 
 TRIED_UPDATES = 256  # updates of a schedule, evenly spread, before a run begins
 

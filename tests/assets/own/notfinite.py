@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmexp.update.optimizers.adamw import AdamW
+from llmexp.optim.optimizers.adamw import AdamW
 
 BAD = False
 

@@ -12,9 +12,9 @@ import torch
 import llmexp as library
 from llmexp.__main__ import run as command
 from llmexp.checkpoint.loading import read_checkpoint, read_tensor
-from llmexp.exchange import average as averaging
-from llmexp.exchange.reading import open_source
-from llmexp.runs.find import find
+from llmexp.folders.find import find
+from llmexp.hf import average as averaging
+from llmexp.hf.reading import open_source
 from tests.conftest import Result, llmexp, train
 from tests.tools import exact, weights
 from tests.train.resumed import goes_on

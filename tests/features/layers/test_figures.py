@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from llmexp.features.layers.figures import attention_figures
+from llmexp.folders.layers import read_layers
+from llmexp.folders.rows import read_rows
 from llmexp.models.logits import divisor_of
-from llmexp.runs.layers import read_layers
-from llmexp.runs.rows import read_rows
 from tests.conftest import llmexp
 from tests.test_mup import gpt2, mup
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.runs.layers import by_layer
-from llmexp.runs.rows import read_rows
+from llmexp.folders.layers import by_layer
+from llmexp.folders.rows import read_rows
 from tests.tracker.fake_wandb import FakeWandb
 from tests.tracker.test_sync import llmexp, make_run, rows_of
 from tests.tracker.test_tracker import bare, make_rows, run_worker

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmexp.__main__ import run
+from llmexp.config.knobs import deciding_work
+from llmexp.config.values import ConfigError
 from llmexp.features.memory import assembly
-from llmexp.runs.remembered import MEMORY, remember
-from llmexp.settings.knobs import deciding_work
-from llmexp.settings.values import ConfigError
+from llmexp.folders.remembered import MEMORY, remember
 from llmexp.train.assembly.assemble import Parts, assemble
 from tests.conftest import TINY
 from tests.tools import composed

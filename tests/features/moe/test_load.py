@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmexp.folders.rows import read_rows
 from llmexp.models.llama import Llama
-from llmexp.runs.rows import read_rows
 from tests.conftest import llmexp
 from tests.models.mixture import loops_in, moved, window_loss
 from tests.tools import exact, same_state, weights

@@ -18,9 +18,9 @@ from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.features.noise.scale import DECAY, NORMAL, NoiseScale, _student
 from llmexp.features.noise.train import Noise
+from llmexp.optim import precision
 from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step
-from llmexp.update import precision
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import weights

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llmexp.compare.reading import read as read_records
-from llmexp.features.provenance import runs as provenance
+from llmexp.features.provenance import folders as provenance
 from llmexp.features.provenance.compare import differences
-from llmexp.runs.find import find
+from llmexp.folders.find import find
 from tests.conftest import TINY, llmexp
 
 HOOK = "def watch(event, context):\n    return None\n"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp import mesh
+from llmexp.config.values import ConfigError
 from llmexp.data.window import Window
 from llmexp.features.qk_limit import heads as logits
 from llmexp.features.qk_limit.assembly import check_heads
@@ -17,7 +18,6 @@ from llmexp.features.qk_limit.train import QkLimit
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.settings.values import ConfigError
 
 WINDOW = Window(0, [], 0, 0)
 ALONE = mesh.join("cpu", "single", 1, 1, 1)

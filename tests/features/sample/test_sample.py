@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from llmexp.__main__ import run as command
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.features.sample.train import Sample
+from llmexp.folders.naming import named_checkpoint
 from llmexp.models.gpt2 import GPT2
-from llmexp.runs.naming import named_checkpoint
 from llmexp.train.assembly.opening import _build, open_run
 from llmexp.train.sampling import sample
 from tests.conftest import train

@@ -9,7 +9,7 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.compare.figures import columns_of
-from llmexp.settings.values import ConfigError
+from llmexp.config.values import ConfigError
 from llmexp.tasks.items import read_task
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp, train

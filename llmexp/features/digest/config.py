@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config.keys import Key
+from llmexp.config.values import knob
+
+SECTION = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
+
+
+KEYS = (
+    Key("data_digest", "digest of the window's tokens, however it is cut", text="[0-9a-f]{16}"),
+)
+
+
+def asked(config: Any) -> bool:
+    return bool(config.train.data_digest)

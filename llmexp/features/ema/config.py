@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config.values import optional
+
+SECTION = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    ema: float | None = optional(
+        "decay per update of an average of the weights, scored and saved beside them; null: none",
+        0.999,
+        above=0,
+        at_most=0.99999,
+    )
+
+
+def copies_of_weights(config: Any) -> int:
+    """Return how often a rank holds its part of the weights once more."""
+    return int(config.train.ema is not None)
+
+
+def asked(config: Any) -> bool:
+    return config.train.ema is not None

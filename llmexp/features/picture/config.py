@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config.values import knob
+
+SECTION = "metrics"
+OFF = {"picture": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    picture: bool = knob(
+        "draw the curves into loss.png at the end of the run", False, affects="nothing"
+    )
+
+
+def asked(config: Any) -> bool:
+    return bool(config.metrics.picture)

@@ -1,0 +1,438 @@
+"""One table a family: how Hugging Face's transformers names what our models name otherwise.
+
+A `NameRule` says how one tensor of theirs is made of ours; read backwards, how ours are cut out of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmexp.config.values import ConfigError, refuse
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """A tensor of Hugging Face: ours, one below another (dimension 0).
+
+    They are transposed where Hugging Face keeps the input dimension first. {i} stands for the
+    number of a block, {e} for that of an expert, whose matrix is the one of this number in ours.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    expert: int | None = None
+
+    def of_block(self, number: int) -> NameRule:
+        ours = tuple(name.replace("{i}", str(number)) for name in self.ours)
+        return replace(self, theirs=self.theirs.replace("{i}", str(number)), ours=ours)
+
+    def of_experts(self, count: int) -> Iterator[NameRule]:
+        """Yield the rule of each expert; of what is none, the rule itself."""
+        for number in range(count) if "{e}" in self.theirs else ():
+            yield replace(self, theirs=self.theirs.replace("{e}", str(number)), expert=number)
+        if "{e}" not in self.theirs:
+            yield self
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model in transformers.
+
+    `target`: our class. `switches`: what of our class it is, by knobs that change the arithmetic;
+    those that are not named are off. `sizes`: our knob -> their key. `fixed`: their keys with the
+    one value that our class computes. `absent`: values of keys that a config.json need not have,
+    where transformers takes no part of another key for them.
+    """
+
+    model_type: str
+    architecture: str
+    target: str
+    switches: Mapping[str, Any]
+    sizes: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    rules: tuple[NameRule, ...]
+    ignored: tuple[str, ...]  # ends of the names of tensors that hold no weights of their own
+    mlp: tuple[NameRule, ...] = ()  # of first dense blocks, where the others have `experts`
+    experts: tuple[NameRule, ...] = ()
+    absent: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self, section: Mapping[str, Any]) -> Iterator[NameRule]:
+        """Yield the rule of each tensor of a model with these knobs."""
+        for rule in self.rules:
+            if "{i}" not in rule.theirs:
+                yield rule
+                continue
+            for number in range(section["n_layers"]):
+                yield rule.of_block(number)
+        for number in range(section["n_layers"]):
+            own = self.mlp if number < section.get("first_dense_layers", 0) else self.experts
+            for rule in own:
+                yield from rule.of_block(number).of_experts(section["n_experts"])
+        if not section.get("tied_head", True):
+            yield NameRule("lm_head.weight", ("head.weight",))
+
+
+# The switches of llmexp.models.llama.Llama, when they are off.
+OFF = {"biases": "none", "qk_norm": "none", "norm": "pre", "sliding_window": None}
+# What a model section need not list.
+USUAL = {
+    **OFF,
+    "dropout": 0.0,
+    "gelu": "tanh",
+    "experts_per_token": 2,
+    "norm_topk": True,
+    "d_expert": None,
+    "first_dense_layers": 0,
+    "head_dim": None,
+    "norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tied_head": True,
+}
+
+
+def _layer(theirs: str, *ours: str, transposed: bool = False, bias: bool = False) -> list[NameRule]:
+    """Return the rules of a linear layer or a norm."""
+    found = [NameRule(f"{theirs}.weight", tuple(f"{o}.weight" for o in ours), transposed)]
+    if bias:
+        found.append(NameRule(f"{theirs}.bias", tuple(f"{o}.bias" for o in ours)))
+    return found
+
+
+def _gpt2() -> Family:
+    """GPT-2. Its linear layers keep the input dimension first (Conv1D), with q, k, v in one."""
+    block, there = "blocks.{i}.", "transformer.h.{i}."
+    qkv = tuple(f"{block}attention.{letter}_proj" for letter in "qkv")
+    return Family(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        target="llmexp.models.gpt2.GPT2",
+        switches={},
+        sizes={
+            "vocab_size": "vocab_size",
+            "max_position_embeddings": "n_positions",
+            "n_layers": "n_layer",
+            "n_heads": "n_head",
+            "d_model": "n_embd",
+            "d_ff": "n_inner",
+        },
+        fixed={
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        rules=(
+            *_layer("transformer.wte", "token_embedding"),
+            *_layer("transformer.wpe", "position_embedding"),
+            *_layer(f"{there}ln_1", f"{block}attention_norm", bias=True),
+            *_layer(f"{there}attn.c_attn", *qkv, transposed=True, bias=True),
+            *_layer(
+                f"{there}attn.c_proj", f"{block}attention.out_proj", transposed=True, bias=True
+            ),
+            *_layer(f"{there}ln_2", f"{block}mlp_norm", bias=True),
+            *_layer(f"{there}mlp.c_fc", f"{block}mlp.up_proj", transposed=True, bias=True),
+            *_layer(f"{there}mlp.c_proj", f"{block}mlp.down_proj", transposed=True, bias=True),
+            *_layer("transformer.ln_f", "final_norm", bias=True),
+        ),
+        ignored=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
+    )
+
+
+def _decoder(
+    model_type: str,
+    architecture: str,
+    switches: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    absent: Mapping[str, Any] | None = None,
+    experts: Mapping[str, str] | None = None,
+) -> Family:
+    """Return a family of decoders: `norms` are their names of the two of a block.
+
+    `experts`: further sizes of a family with experts, our knob -> their key.
+    """
+    block, there = "blocks.{i}.", "model.layers.{i}."
+    biases = switches.get("biases", "none")
+    rules = _layer("model.embed_tokens", "token_embedding")
+    for theirs, ours in (("q_proj",) * 2, ("k_proj",) * 2, ("v_proj",) * 2, ("o_proj", "out_proj")):
+        bias = biases == "all" or (biases == "qkv" and theirs != "o_proj")
+        rules += _layer(f"{there}self_attn.{theirs}", f"{block}attention.{ours}", bias=bias)
+    if switches.get("qk_norm", "none") != "none":
+        for name in ("q_norm", "k_norm"):
+            rules += _layer(f"{there}self_attn.{name}", f"{block}attention.{name}")
+    mlp, sent = list[NameRule](), _layer(f"{there}mlp.gate", f"{block}mlp.router")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        mlp += _layer(f"{there}mlp.{name}", f"{block}mlp.{name}", bias=biases == "all")
+        sent += _layer(f"{there}mlp.experts.{{e}}.{name}", f"{block}mlp.{name}")
+    rules += [] if experts else mlp
+    for theirs, ours in zip(norms, ("attention_norm", "mlp_norm"), strict=True):
+        rules += _layer(f"{there}{theirs}", f"{block}{ours}")
+    rules += _layer("model.norm", "final_norm")
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        target="llmexp.models.llama.Llama",
+        switches=switches,
+        sizes={
+            "vocab_size": "vocab_size",
+            "max_position_embeddings": "max_position_embeddings",
+            "n_layers": "num_hidden_layers",
+            "n_heads": "num_attention_heads",
+            "n_kv_heads": "num_key_value_heads",
+            "d_model": "hidden_size",
+            "d_ff": "intermediate_size",
+            "norm_eps": "rms_norm_eps",
+            "tied_head": "tie_word_embeddings",
+            **(experts or {}),
+        },
+        fixed={"hidden_act": "silu", **fixed},
+        rules=tuple(rules),
+        ignored=("rotary_emb.inv_freq",),
+        mlp=tuple(mlp) if experts else (),
+        experts=tuple(sent) if experts else (),
+        absent=absent or {},
+    )
+
+
+_PLAIN = {"attention_bias": False, "mlp_bias": False}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_NO_WINDOW = {"use_sliding_window": False}
+_EXPERTS = {
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "norm_topk": "norm_topk_prob",
+}
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+FAMILIES = (
+    _gpt2(),
+    _decoder("llama", "LlamaForCausalLM", {}, _PLAIN),
+    _decoder("llama", "LlamaForCausalLM", {"biases": "all"}, _BIASED),
+    _decoder(
+        "mistral",
+        "MistralForCausalLM",
+        {"sliding_window": any},
+        {},
+        absent={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    _decoder(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"biases": "qkv"},
+        _NO_WINDOW,
+        absent={"num_key_value_heads": 32},
+    ),
+    _decoder(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {"qk_norm": "head"},
+        {"attention_bias": False, **_NO_WINDOW},
+        absent={"num_key_value_heads": 32, "head_dim": 128},
+    ),
+    _decoder(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {"qk_norm": "full", "norm": "post"},
+        {"attention_bias": False},
+        _AFTER,
+    ),
+    _decoder(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {"qk_norm": "full"},
+        {"attention_bias": False, "clip_qkv": None},
+        absent={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        experts=_EXPERTS,
+    ),
+    _decoder(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": "head"},
+        {"attention_bias": False, "decoder_sparse_step": 1, **_NO_WINDOW},
+        absent={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        experts=_EXPERTS | {"d_expert": "moe_intermediate_size"},
+    ),
+)
+
+
+def family_of(section: Mapping[str, Any]) -> Family:
+    """Return the family of a model section.
+
+    Raises ConfigError for a model that transformers does not have.
+    """
+    target = section["_target_"]
+    ours = [family for family in FAMILIES if family.target == target]
+    if section.get("n_experts"):
+        _check_experts(section)
+    for family in ours:
+        if bool(family.experts) != bool(section.get("n_experts")):
+            continue
+        wanted = {key: family.switches.get(key, off) for key, off in OFF.items()}
+        given = {key: section.get(key, off) for key, off in OFF.items()}
+        if wanted["sliding_window"] is any and given["sliding_window"] is not None:
+            wanted["sliding_window"] = given["sliding_window"]
+        if wanted == given:
+            return family
+    if ours:
+        switches = ", ".join(f"model.{key}={section.get(key, off)}" for key, off in OFF.items())
+        raise ConfigError("unsupported", f"no family of transformers has all of {switches}")
+    known = sorted({family.target for family in FAMILIES})
+    raise ConfigError(
+        "unsupported",
+        f"model._target_={target}: only {' and '.join(known)} have a counterpart in transformers; "
+        "of another model, model.safetensors in a checkpoint's folder holds the weights under "
+        "the names of its parameters",
+    )
+
+
+def _check_experts(section: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what experts of transformers' families do not compute."""
+    plain = {"router": "softmax", "router_bias": False, "n_shared_experts": 0}
+    for key, value in plain.items():
+        if (given := section.get(key, value)) != value:
+            text = "no family of transformers that we write has such experts"
+            raise refuse("unsupported", f"model.{key}", given, text, value)
+    if section.get("balance", "bias") == "bias":
+        text = "no family of transformers that we write chooses experts by a bias of their own"
+        raise refuse("unsupported", "model.balance", "bias", text, "sequence")
+
+
+def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+    """Return the config.json of a model section.
+
+    `end`: the id that ends a document. Raises ValueError as `family_of`.
+    """
+    family, knobs = family_of(section), {**USUAL, **section}
+    found: dict[str, Any] = {"architectures": [family.architecture]}
+    found["model_type"] = family.model_type
+    found |= {theirs: knobs[ours] for ours, theirs in family.sizes.items()}
+    found |= family.fixed
+    if family.model_type == "gpt2":
+        found |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), knobs["dropout"])
+        found["n_ctx"] = knobs["max_position_embeddings"]  # llama.cpp's converter reads it
+        found["activation_function"] = "gelu" if knobs["gelu"] == "exact" else "gelu_new"
+    else:
+        found["attention_dropout"] = knobs["dropout"]
+        found["head_dim"] = knobs["head_dim"] or knobs["d_model"] // knobs["n_heads"]
+        found["rope_theta"] = knobs["rope_theta"]
+        if knobs["rope_scaling"] is not None:
+            found["rope_scaling"] = {"rope_type": "llama3", **knobs["rope_scaling"]}
+        if family.experts:
+            width = knobs.get("d_expert") or knobs["d_ff"]
+            found[family.sizes.get("d_expert", "intermediate_size")] = width
+            found["mlp_only_layers"] = list(range(knobs.get("first_dense_layers", 0)))
+        if knobs["sliding_window"] is not None:
+            found["sliding_window"] = knobs["sliding_window"]
+            # else transformers warns of a regular expression that only older files have
+            found["transformers_version"] = "5.0.0"
+    return found | {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+
+
+def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config.json and the knobs of our model that computes the same.
+
+    `where` names the file in errors. Raises ConfigError for what our models do not compute.
+    """
+    kind = config.get("model_type")
+    known = [family for family in FAMILIES if family.model_type == kind]
+    if not known:
+        kinds = ", ".join(sorted({family.model_type for family in FAMILIES}))
+        raise ConfigError(
+            "unsupported",
+            f"{where}: model_type={kind}: no model of ours computes it; known: {kinds}; any other "
+            "is trained by model=hf model.path=FOLDER",
+        )
+    family = next((f for f in known if _other(config, f) is None), known[0])
+    if "num_local_experts" in config:  # another name of the same
+        config = {"num_experts": config["num_local_experts"], **config}
+    config = {**family.absent, **config}
+    if (key := _other(config, family)) is not None:
+        text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
+        raise ConfigError("unsupported", text)
+    needed = {"vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "norm_eps"}
+    needed &= family.sizes.keys()
+    if absent := [family.sizes[key] for key in needed if not config.get(family.sizes[key])]:
+        raise ConfigError("damaged_file", f"{where}: lacks {', '.join(sorted(absent))}")
+    knobs = {
+        ours: _value(config, ours, theirs, where)
+        for ours, theirs in family.sizes.items()
+        if config.get(theirs) is not None
+    }
+    if kind == "gpt2":
+        knobs.setdefault("d_ff", 4 * knobs["d_model"])
+        knobs["gelu"] = _gelu(config.get("activation_function", "gelu_new"), where)
+        return family, knobs
+    if family.experts:
+        dense = config.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            text = f"{where}: mlp_only_layers={dense}: ours are the first blocks"
+            raise ConfigError("unsupported", text)
+        knobs["first_dense_layers"] = len(dense)
+    knobs.setdefault("n_kv_heads", knobs["n_heads"])
+    knobs.setdefault("tied_head", False)  # as in transformers
+    width = knobs["d_model"] // knobs["n_heads"]
+    head_dim = config.get("head_dim") or width
+    knobs["head_dim"] = None if head_dim == width else head_dim
+    knobs |= {key: family.switches.get(key, off) for key, off in OFF.items()}
+    knobs["sliding_window"] = config.get("sliding_window") if kind == "mistral" else None
+    return family, knobs | _rope(config, where)
+
+
+def _value(config: Mapping[str, Any], ours: str, theirs: str, where: str) -> Any:
+    """Return the value of a knob of ours. Raises ConfigError for one of another type."""
+    value = config[theirs]
+    kinds = {"norm_eps": float, "tied_head": bool, "norm_topk": bool}
+    if type(value) is not (kind := kinds.get(ours, int)):
+        raise ConfigError(
+            "damaged_file", f"{where}: {theirs}={value!r}: must be of type {kind.__name__}"
+        )
+    return value
+
+
+def _other(config: Mapping[str, Any], family: Family) -> str | None:
+    """Return the first key whose value is not the fixed one of the family."""
+    other = (k for k, v in family.fixed.items() if config.get(k) is not None and config[k] != v)
+    return next(other, None)
+
+
+def _gelu(name: str, where: str) -> str:
+    kinds = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+    if not (isinstance(name, str) and name in kinds):
+        raise ConfigError(
+            "unsupported", f"{where}: activation_function={name}: known: {', '.join(kinds)}"
+        )
+    return kinds[name]
+
+
+ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the knobs of the rotary positions, in the form of transformers 5 or of before."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(
+            "damaged_file", f"{where}: the rotary positions are {given!r}: must be an object"
+        )
+    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ConfigError(
+            "unsupported", f"{where}: rope_type={kind}: our models know default and llama3 only"
+        )
+    scaling = {key: given.get(key) for key in ROPE} if kind == "llama3" else None
+    for key, value in {"rope_theta": theta, **(scaling or {})}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError("damaged_file", f"{where}: {key}={value!r}: must be a number")
+    return {"rope_theta": float(theta), "rope_scaling": scaling}

@@ -1,0 +1,15 @@
+"""From gradients to new parameters.
+
+In reading order:
+precision  what `auto` computes in, autocast, loss scale, dtype of parameters
+patterns   parameters by patterns of their names
+schedule   the learning rate's factor after so many updates
+updating   rates, decay, and an update that the device can skip
+optimizers adamw, sgd, muon, lion and those of other packages, each a file
+states     what an optimizer keeps, taken apart into tensors and plain values
+eval_weights optimizers that train at one point and are evaluated at another (schedule-free)
+held       what optimizers hold, each parameter once
+trying     a trial on a few tensors of those that are none of ours
+groups     factors on the rate and the weight decay of single parameters
+twin       other last bits of the initial weights
+"""

@@ -1,0 +1,184 @@
+"""Paths in, an answer out: one law for each ladder, and what ladders are to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from llmexp.config.values import ConfigError, nearest
+from llmexp.scaling.gain import Gain, gain
+from llmexp.scaling.isoflop import Parabolas, parabolas
+from llmexp.scaling.ladders import COUNTS, GIVEN, Ladder, LawPoint, counts_of, ladders
+from llmexp.scaling.law import LEAST, LEAST_OF_POWER, OWN_AXES, Power, Surface
+from llmexp.system.text import listed, number
+
+FORMS = ("surface", "isoflop", "power")
+TOP = 1e40  # FLOPs; no prediction lies further
+
+
+@dataclass
+class Answer:
+    """Hold what fits found."""
+
+    form: str
+    count: str
+    laws: list[Surface | Power]
+    problems: tuple[str, ...] = ()
+    gains: list[Gain] = field(default_factory=list)
+
+    @property
+    def surfaces(self) -> list[Surface]:
+        """Return the laws that are surfaces."""
+        return [law for law in self.laws if isinstance(law, Surface)]
+
+    @cached_property
+    def parabolas(self) -> dict[Surface | Power, Parabolas | None]:
+        """Return the parabolas beside each surface."""
+        return {s: parabolas(s) for s in self.surfaces}
+
+
+def fit(
+    paths: Sequence[str | Path],
+    *,
+    form: str | None = None,
+    by: str | None = None,
+    count: str | None = None,
+    predict: float | str | None = None,
+) -> Answer:
+    """Fit laws to the runs under the paths, sweeps, folders of them, globs or CSV files.
+
+    `form`: surface (L over N and D), isoflop (parabolas, beside the surface), power (one axis,
+    `by`: tokens, flops, parameters or a knob); default: what the runs allow. `count`: how N counts
+    parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`,
+    or a size and tokens, such as N=1e9,D=2e10.
+    Raises ConfigError for what cannot be fitted.
+    """
+    for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
+        if value is not None and value not in known:
+            raise ConfigError(
+                "unknown_option",
+                f"--{name} {value}: must be one of {', '.join(known)}; for example --{name} "
+                f"{known[0]}",
+            )
+    if by is not None and form not in (None, "power"):
+        raise ConfigError(
+            "conflict", f"--by {by}: is of a power law; for example --form power --by {by}"
+        )
+    found, problems = ladders(paths, None if by in OWN_AXES else by)
+    points = [p for ladder in found for p in ladder.points]
+    counted = _count(points, count)
+    if by is not None and by not in OWN_AXES:
+        _check_axis(by, points)
+    axes = [by or _axis(ladder, counted) for ladder in found]
+    if by is not None or (form is None and "" not in axes):
+        form = "power"
+    place, target = _place(predict, form), None
+    if predict is not None and not place:
+        target = positive(predict, (axes[0] or "flops") if form == "power" else "FLOPs")
+    answer = Answer(form or "surface", counted, [])
+    refused: list[tuple[Ladder, ConfigError]] = []
+    for ladder, axis in zip(found, axes, strict=True):
+        seed = len(answer.laws)  # or ladders of equally many runs would share their draws
+        try:
+            if form == "power":
+                answer.laws.append(Power(ladder, counted, axis or "flops", target, seed))
+            else:
+                answer.laws.append(Surface(ladder, counted, target, seed, place))
+        except ConfigError as error:
+            refused.append((ladder, error))
+    if not answer.laws:
+        raise refused[0][1]
+    answer.problems = (*problems, *(str(e) for ladder, e in refused if not _stray(ladder, answer)))
+    if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
+        answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
+    return answer
+
+
+def _stray(ladder: Ladder, answer: Answer) -> bool:
+    """Tell whether a ladder has too few runs for a law, which are then named with what is left out.
+
+    Nobody has meant one as a ladder.
+    """
+    if len(ladder.points) >= (LEAST if answer.surfaces else LEAST_OF_POWER):
+        return False
+    out = answer.laws[0].ladder.out
+    apart = f"set apart by {ladder.apart or ladder.name}, and too few for a law of their own"
+    for reason, names in ({apart: [p.name for p in ladder.points]} | ladder.out).items():
+        out.setdefault(reason, []).extend(names)
+    return True
+
+
+def _place(predict: float | str | None, form: str | None) -> tuple[float, float] | None:
+    """Return the size and the tokens of N=1e9,D=2e10; None for what is one number."""
+    if "=" not in str(predict):
+        return None
+    if form == "power":
+        text = "is of a surface; a power law takes one number"
+        raise ConfigError("conflict", f"--predict {predict}: {text}")
+    given = dict(part.strip().split("=", 1) for part in str(predict).split(",") if "=" in part)
+    if {*given} != {"N", "D"}:
+        text = "a size N and tokens D are needed; for example --predict N=1e9,D=2e10"
+        raise ConfigError("missing_value", f"--predict {predict}: {text}")
+    return positive(given["N"], "parameters"), positive(given["D"], "tokens")
+
+
+def positive(given: float | str, what: str = "FLOPs") -> float:
+    """Return the value to predict at. Raises ConfigError for what is none."""
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 < value < TOP:
+        example = "1e16" if what.lower() == "flops" else "1e9"
+        raise ConfigError(
+            "wrong_type",
+            f"--predict {given}: a number above 0 is needed, {what}; for example --predict "
+            f"{example}",
+        )
+    return value
+
+
+def _count(points: Sequence[LawPoint], count: str | None) -> str:
+    """Return how N counts parameters: as asked for, else the first way that all runs know."""
+    known = counts_of(points)
+    if not known:
+        raise ConfigError(
+            "cannot_fit",
+            "the paths count parameters in no common way (CSV files and runs together); fit them "
+            "one by one, for example llmexp fit outputs/default",
+        )
+    if count is None or count in known:
+        return count or known[0]
+    if known == [GIVEN]:
+        raise ConfigError(
+            "idle_knob",
+            f"--count {count}: a CSV file has one N, counted as it was there; leave --count out",
+        )
+    raise ConfigError(
+        "cannot_fit", f"--count {count}: not all runs know it; for example --count {known[0]}"
+    )
+
+
+def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
+    """Raise ConfigError for a key of which no run has a number above 0."""
+    if any((number(p.values.get(by)) or 0) > 0 for p in points):
+        return
+    given = [p.record.config if p.record else p.values for p in points]
+    keys = {k for values in given for k, v in values.items() if (number(v) or 0) > 0}
+    vary = [k for k in sorted(keys) if len({number(g.get(k)) for g in given}) > 1]
+    there = f" (runs differ in {listed(vary, 8)})" if vary else ""
+    raise ConfigError(
+        "unknown_row",
+        f"--by {by}: no run has a number above 0 of that name{there}; for example --by tokens."
+        f"{nearest(by, [*OWN_AXES, *keys])}",
+    )
+
+
+def _axis(ladder: Ladder, count: str) -> str:
+    """Return the one axis that runs of one size, or of one length, have; empty where both vary."""
+    sizes, tokens, _, _ = ladder.figures(count)
+    if len(set(sizes)) == 1:
+        return "tokens"
+    return "parameters" if len(set(tokens)) == 1 else ""

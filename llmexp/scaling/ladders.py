@@ -1,0 +1,337 @@
+"""Tell which runs are one ladder, and read its points: runs at their own ends, lines of a file."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmexp.compare.comparing import tokenizer_sha
+from llmexp.compare.figures import broken, figures, task
+from llmexp.compare.folding import folded
+from llmexp.compare.judging import decays_at_last
+from llmexp.compare.reading import read
+from llmexp.compare.records import TWIN, Record, is_execution
+from llmexp.config.kinds import kind_of_error
+from llmexp.config.knobs import SEED
+from llmexp.config.labels import plural, short_label, short_value
+from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
+from llmexp.config.values import ConfigError
+from llmexp.folders.find import SweepFolder, find, looks_like_run, paths_of
+from llmexp.run.budget import BUDGETS
+from llmexp.system.text import Note, listed, number
+
+COUNTS = {"head": "parameters_with_head", "all": "parameters", "blocks": "parameters_in_blocks"}
+GIVEN = "given"  # how a CSV file counts parameters
+DECAYED = 0.9  # a run whose last rate is more of its largest one has not come to its end
+CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
+_COLUMNS = ("N", "D", "C", "loss")
+UNDECAYED = "learning rate not decayed, as that of the others is"
+# A ladder varies these: they set no two ladders apart.
+_SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SHAPE_KEYS))
+_SCALE = ("batch.", "fork.", *_SIZES, *BUDGETS, SEED)
+Settings = Mapping[Record, Mapping[str, Any]]  # what of each config could set ladders apart
+
+
+@dataclass(frozen=True, eq=False)
+class LawPoint:
+    """A run as a law sees it: sizes by how they are counted, tokens, FLOPs and loss."""
+
+    name: str
+    sizes: Mapping[str, float]
+    tokens: float
+    flops: float
+    loss: float
+    values: Mapping[str, Any] = field(default_factory=dict)  # its config, or its line of a file
+    record: Record | None = None
+
+    def along(self, key: str, count: str) -> float | None:
+        """Return a figure that a law may be over: parameters, tokens, flops, or a knob."""
+        own = {"parameters": self.sizes[count], "tokens": self.tokens, "flops": self.flops}
+        return own[key] if key in own else number(self.values.get(key))
+
+
+@dataclass
+class Ladder:
+    """Runs that one law is to fit, and what was left out of it: names by reason."""
+
+    name: str
+    points: list[LawPoint]
+    out: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    origin: Path = Path()  # where its runs lie
+    apart: str = ""  # what sets it apart from other ladders
+
+    def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return sizes, tokens, FLOPs and losses of the points."""
+        rows = [(p.sizes[count], p.tokens, p.flops, p.loss) for p in self.points]
+        sizes, tokens, flops, losses = np.array(rows, dtype=float).T
+        return sizes, tokens, flops, losses
+
+
+def counts_of(points: Sequence[LawPoint]) -> list[str]:
+    """Return the ways to count parameters that all points know, the usual one first."""
+    return [c for c in (*COUNTS, GIVEN) if points and all(p.sizes.get(c) for p in points)]
+
+
+def law_points(records: Sequence[Record]) -> tuple[dict[Record, LawPoint], dict[str, list[str]]]:
+    """Return the runs that are points, and the names of the others by reason."""
+    out: dict[str, list[str]] = defaultdict(list)
+    found = {}
+    for r in records:
+        if (reason := _unfit(r)) or (point := _point(r)) is None:
+            out[reason or "without size, tokens or val loss"].append(r.name)
+        else:
+            found[r] = point
+    for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_sha)):
+        usual = Counter(map(of, found)).most_common(1)
+        for r in [r for r in found if of(r) != usual[0][0]]:
+            out[reason].append(found.pop(r).name)
+    return found, dict(out)
+
+
+def _unfit(r: Record) -> str:
+    """Return why a run is no point; empty where it may be one."""
+    if r.config.get(TWIN):
+        return "a twin of another run"
+    if r.state != "finished":
+        return r.state
+    if r.rung is not None:
+        return "left out by successive halving"
+    return broken(r)
+
+
+def _point(r: Record) -> LawPoint | None:
+    losses = figures(r, "tokens", None)
+    loss = losses.get("val/loss")
+    tokens = r.facts.get("max_tokens") or losses.get("tokens_seen")
+    sizes = {c: n for c, key in COUNTS.items() if (n := r.facts.get(key))}
+    if not loss or loss <= 0 or not tokens or not sizes:
+        return None
+    per_token = r.facts.get("flops_per_token") or 6 * sizes.get("head", max(sizes.values()))
+    values = {**{k: v for k, v in r.facts.items() if number(v) is not None}, **r.config}
+    return LawPoint(r.name, sizes, tokens, per_token * tokens, loss, values, r)
+
+
+def decayed(r: Record) -> bool:
+    """Tell whether a run has come to the end of its schedule."""
+    kind = f"{r.config.get('optimizer._target_')} {r.config.get('optimizer.name')}"
+    if "schedulefree" in kind.replace("_", "").lower():  # its average takes the decay's place
+        return True
+    known = r.steps["lr"][np.isfinite(r.steps["lr"])]
+    if len(known) < 2 or known[-1] > known[:-1].max():  # no step is of the peak, or later
+        return decays_at_last(r.config)
+    return bool(known[-1] < DECAYED * known.max())
+
+
+def read_csv(path: Path) -> Ladder:
+    """Return the points of a CSV file with the columns N, D and loss, and C where it has it.
+
+    Raises ConfigError for a file that lacks one, or holds what is no number.
+    """
+    known = {c.lower(): c for c in _COLUMNS}
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            heads = [h.strip() for h in reader.fieldnames or ()]
+            reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
+            lines = [(reader.line_num, line) for line in reader]
+    except OSError as error:
+        raise ConfigError(kind_of_error(error), f"{path}: cannot be read: {error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        text = "its first line names the columns, such as N,D,loss"
+        raise ConfigError(
+            "damaged_file", f"{path}: is no CSV file in UTF-8 ({error}); {text}"
+        ) from None
+    if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
+        raise ConfigError("bad_data", f"{path}: has the column {twice[0]} twice; leave one out")
+    columns = [c for c in _COLUMNS if c in heads]
+    if "loss" not in columns or len(columns) < 3:
+        raise ConfigError(
+            "bad_data",
+            f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
+            "of one of the first two; for example a first line N,D,loss",
+        )
+    ladder = Ladder(path.stem, [], origin=path)
+    for place, line in lines:
+        if any(line.pop(None, ())):
+            text = f"has more values than the {len(heads)} columns; a decimal sign is a point: 2.9"
+            raise ConfigError("bad_data", f"{path}: line {place}: {text}")
+        values = {head: _number(text) for head, text in line.items()}
+        for c in columns:
+            if values[c] is None:
+                text = f"{c}={line[c] or ''}: must be a number; example 2.5e8"
+                raise ConfigError("bad_data", f"{path}: line {place}: {text}")
+        given = {c: values[c] or 0.0 for c in columns}
+        label = f"line {place}"
+        if not all(0 < v < math.inf for v in given.values()):
+            ladder.out.setdefault("not finite, or not above 0", []).append(label)
+            continue
+        n = given.get("N") or given["C"] / 6 / given["D"]
+        d = given.get("D") or given["C"] / 6 / n
+        flops = given.get("C") or 6 * n * d
+        ladder.points.append(LawPoint(label, {GIVEN: n}, d, flops, given["loss"], values))
+    if not ladder.points:
+        raise ConfigError(
+            "bad_data", f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
+        )
+    return ladder
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text or "")
+    except (TypeError, ValueError):
+        return None
+
+
+def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[Ladder], list[str]]:
+    """Return the ladders under the paths, in order, and what could not be read.
+
+    Runs are of two ladders if they differ in a word (such as the optimizer), or if they lie under
+    different paths and differ in a number that each path has one value of. Budgets, batches, seeds
+    and the model's sizes make none. `axis`: a knob that a law is to be over.
+    """
+    found: list[Ladder] = []
+    files: set[Path] = set()
+    runs: dict[Path, tuple[Path, SweepFolder]] = {}
+    places: dict[Path, Path] = {}
+    problems: list[str] = []
+    for given in paths:
+        names = paths_of(given)
+        of_files = any(name.suffix.lower() == ".csv" for name in names)
+        for path in names if of_files else [Path(given)]:
+            if path.suffix.lower() == ".csv" and path.is_file():
+                if path.resolve() not in files:  # paths may name one twice
+                    found.append(read_csv(path))
+                files.add(path.resolve())
+                continue
+            of_path, more = find([path])
+            problems += more
+            for run in of_path:
+                runs.setdefault(run[0].resolve(), run)
+                places.setdefault(run[0], Path("runs") if looks_like_run(path) else path)
+    records = read(list(runs.values()))
+    problems += [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
+    points, out = law_points(records)
+    settings = _settings(list(points), axis)
+    groups = _apart(settings, places)
+    origins = [places[group[0].path] for group in groups]
+    named = _names(groups, settings, origins)
+    for (name, apart), group, origin in zip(named, groups, origins, strict=True):
+        held = [r for r in group if not decayed(r)]
+        if 0 < len(held) < len(group):  # a loss before the decay is no loss of such a budget
+            out[UNDECAYED] = [r.name for r in held]
+            group = [r for r in group if r not in held]
+        ladder = Ladder(name, [], out, origin=origin, apart=apart)
+        found.append(_ladder(ladder, group, points, axis))
+        out = {}
+    if not found:
+        why = "; ".join(f"{listed(names)}: {reason}" for reason, names in out.items())
+        text = f"there is no run to fit{f' ({why})' if why else ''}"
+        raise ConfigError(
+            "cannot_fit", "\n".join([*problems, f"{text}; for example llmexp fit outputs/default"])
+        )
+    _tell_apart(found)
+    return found, problems
+
+
+def _settings(runs: Sequence[Record], axis: str | None) -> Settings:
+    """Return what of the config of each run could set ladders apart."""
+    skipped = (*_SCALE, axis) if axis else _SCALE
+    if any(r.parent for r in runs):
+        skipped += ("schedule.",)  # a cooldown is of its trunk's ladder
+    return {
+        r: {k: v for k, v in r.config.items() if not k.startswith(skipped) and not is_execution(k)}
+        for r in runs
+    }
+
+
+def _apart(settings: Settings, places: Mapping[Path, Path]) -> list[list[Record]]:
+    """Return the runs of each ladder."""
+    groups: dict[tuple[frozenset[Any], Path], list[Record]] = defaultdict(list)
+    for r, setting in settings.items():
+        words = frozenset((k, v) for k, v in setting.items() if isinstance(v, (str, bool)))
+        groups[words, places[r.path]].append(r)
+    found: list[tuple[frozenset[Any], list[Record]]] = []
+    for (words, _), group in groups.items():
+        own = _alike(group, settings)
+        for of_words, ladder in found:
+            other = _alike(ladder, settings)
+            if words == of_words and all(own[k] == other[k] for k in own.keys() & other.keys()):
+                ladder += group
+                break
+        else:
+            found.append((words, group))
+    return [group for _, group in found]
+
+
+def _alike(runs: Sequence[Record], settings: Settings) -> dict[str, Any]:
+    """Return the values that all runs share."""
+    first, *others = (settings[r] for r in runs)
+    return {k: v for k, v in first.items() if all(s.get(k) == v for s in others)}
+
+
+def _names(
+    groups: Sequence[Sequence[Record]], settings: Settings, origins: Sequence[Path]
+) -> list[tuple[str, str]]:
+    """Name ladders by what sets them apart, or by their paths, with what sets these apart."""
+    alike = [_alike(group, settings) for group in groups]
+    values = {key: {repr(a.get(key)) for a in alike} for some in alike for key in some}
+    keys = [key for key, found in values.items() if len(found) > 1]
+    options = {k.partition(".")[0] for k in keys if k.endswith("._target_")}
+    keys = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in options]
+    if len(keys) > 3 or not keys:
+        return [(origin.name, listed(keys)) for origin in origins]
+    told = [{key: a.get(key) for key in keys} for a in alike]
+    one = len(keys) == 1 and options
+    return [(short_value(t[keys[0]]) if one else short_label(t), "") for t in told]
+
+
+def _tell_apart(found: Sequence[Ladder]) -> None:
+    """Give ladders of one name the folders in which their paths differ, else numbers."""
+    names = [ladder.name for ladder in found]
+    for name in {n for n in names if names.count(n) > 1}:
+        same = [ladder for ladder in found if ladder.name == name]
+        folders = [ladder.origin.resolve().parent for ladder in same]
+        common = os.path.commonpath(folders)
+        for ladder, folder in zip(same, folders, strict=True):
+            ladder.name = str(folder.relative_to(common) / name)
+    names = [ladder.name for ladder in found]
+    for i, ladder in enumerate(found, 1):
+        ladder.name += f" ({i})" if names.count(ladder.name) > 1 else ""
+
+
+def _ladder(
+    ladder: Ladder, runs: Sequence[Record], points: Mapping[Record, LawPoint], axis: str | None
+) -> Ladder:
+    """Fill a ladder with the points of runs: of each size and length the best setting.
+
+    That has the lowest mean loss. With an axis, of each of its values.
+    """
+
+    def size(group: Sequence[LawPoint]) -> tuple[float, object]:
+        return max(group[0].sizes.values()), group[0].values.get(axis or "")
+
+    groups = [[points[r] for r in group] for group in folded(runs)]
+    cells: list[list[list[LawPoint]]] = []
+    for group in sorted(groups, key=lambda g: (str(size(g)), g[0].tokens)):
+        first = cells[-1][0] if cells else None
+        if first and size(first) == size(group) and group[0].tokens < CELL * first[0].tokens:
+            cells[-1].append(group)
+        else:
+            cells.append([group])
+    best = [min(cell, key=lambda g: sum(p.loss for p in g) / len(g)) for cell in cells]
+    ladder.points = [p for group in best for p in group]
+    if others := len(groups) - len(cells):
+        ladder.notes.append(
+            ("Not the best of their size and length", f"{plural(others, 'other setting')}")
+        )
+    return ladder

@@ -1,0 +1,12 @@
+"""Fewer draws where figures of intervals do not matter: tests stay cheap."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmexp.scaling import law
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(law, "DRAWS", 200)

@@ -1,0 +1,314 @@
+"""The command, run folders in: which runs are points, which are a ladder, what is printed."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import llmexp
+from llmexp.__main__ import run as command
+from llmexp.config.values import ConfigError
+from llmexp.folders.ledger import read_ledger
+from tests.compare.synthetic import parent_in, read_rows, write_rows
+from tests.conftest import HANG_S, TINY, start
+from tests.conftest import llmexp as llmexp_command
+from tests.scaling.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
+from tests.scaling.planted import LAWS, Law, csv_of, ladder
+from tests.tools import alive, amend, printed, wait_for
+
+pytestmark = pytest.mark.usefixtures("few_draws")
+
+COUNT = len(BLOCKS) * len(BUDGETS)
+CASES = {
+    case["case"]: case
+    for case in yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())
+}
+FIGURES = {r"[-+]?[0-9][0-9.,e+-]*": "N", " +": " "}  # of fits: their last digits may differ
+
+
+def good(folder, *shape):
+    """A CSV file of Hoffmann's law, budgets x sizes."""
+    return csv_of(folder / "good.csv", ladder(LAWS["hoffmann"], *shape, noise=0.003, seed=1).points)
+
+
+def ladders_of(*paths, **more):
+    return llmexp.fit(*paths, **more).data["ladders"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return isoflop(tmp_path_factory.mktemp("laws") / "adamw")
+
+
+def test_runs_in_an_answer_out(sweep, capsys, monkeypatch, words):
+    given = ["fit", str(sweep), "--predict", "1e15"]
+    assert command([*given, "--json"]) == 0
+    found = printed("fit", capsys.readouterr().out)
+    laws = llmexp.fit(sweep, predict=1e15)
+    assert found == laws.data
+    (one,) = found["ladders"]
+    assert (found["count"], one["runs"], one["left_out"]) == ("head", COUNT, {})
+    for name, truth in (("E", SMALL.e), ("alpha", SMALL.alpha), ("beta", SMALL.beta)):
+        e = one["law"][name]  # a bound for four standard errors: the interval has two on each side
+        assert abs(e["value"] - truth) < e["high"] - e["low"]
+    best = one["prediction"]
+    assert best["parameters"]["value"] == pytest.approx(SMALL.size(1e15), rel=0.1)
+    assert best["loss"]["value"] == pytest.approx(SMALL.best(1e15), rel=0.01)
+    assert [r["flops"] for r in one["rungs"]] == pytest.approx(BUDGETS, rel=1e-3)
+    assert set(one["exponents"]) == {"all", "blocks"}
+    for columns in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert command([*given, "--why"]) == 0
+        text = capsys.readouterr().out
+        assert all(len(line) <= columns for line in text.splitlines())
+        assert " ".join(text.split()).startswith(laws.headline)
+        words.hidden |= FIGURES
+        words("scaling/fit", text, f"{columns} columns")
+
+
+def test_counts_move_the_exponent(sweep):
+    """Planted in N with the head: with blocks alone small models look smaller than they are."""
+    by = {count: ladders_of(sweep, count=count)[0] for count in ("all", "head", "blocks")}
+    found = {count: one["exponent"]["value"] for count, one in by.items()}
+    assert found["all"] < found["head"] < found["blocks"]
+    assert by["head"]["exponents"]["blocks"]["value"] == found["blocks"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_runs_are_points_of_which_ladder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    case = CASES[name]
+    for row in case["runs"]:
+        more = {key.replace(".", "__"): value for key, value in row.items()}
+        at = tmp_path / more.pop("at")
+        if "loss" in more:
+            run(at, more.pop("loss"), BLOCKS[0], more.pop("tokens", 10**6), **more)
+        else:
+            isoflop(at, **more)
+    for paths in case["paths"]:
+        expanded = [at for path in paths for at in sorted(glob.glob(path))]  # as a shell does
+        found = llmexp.fit(*expanded)
+        if "names" in case:
+            assert [one["name"] for one in found.data["ladders"]] == case["names"]
+        counts = case.get("counts", [COUNT] * len(case.get("names", [0])))
+        assert [one["runs"] for one in found.data["ladders"]] == counts
+        assert found.data["ladders"][0]["left_out"] == case.get("left_out", {})
+        assert found.problems == ()
+
+
+def test_names_of_ladders_in_files(tmp_path):
+    paths = []
+    for i, name in enumerate(("d1", "d2")):
+        points = ladder(LAWS["hoffmann"], 3, 4, noise=0.003, seed=i).points
+        (tmp_path / name).mkdir()
+        paths.append(csv_of(tmp_path / name / "ladder.csv", points))
+    other = shutil.copy(paths[0], tmp_path / "d1" / "ladder.CSV")
+    twice = [paths[0], tmp_path / "d1" / "*.csv", tmp_path / "d2" / ".." / "d1" / "ladder.csv"]
+    for given, names in (
+        ([tmp_path / "d*" / "ladder.csv"], ["d1/ladder", "d2/ladder"]),
+        ([paths[0], other], ["ladder (1)", "ladder (2)"]), (twice, ["ladder"]),
+    ):  # fmt: skip
+        assert [one["name"] for one in ladders_of(*given)] == names
+
+
+@pytest.mark.parametrize("rates", [[1e-4], [1e-5, 1e-4]])
+def test_where_no_row_is_of_the_peak_the_schedule_tells_of_the_decay(tmp_path, rates):
+    folder = isoflop(tmp_path / "a")
+    rows = [{k: v for k, v in row.items() if k != "lr"} for row in read_rows(folder / "0-0")]
+    for row, rate in zip(rows[::-1], rates[::-1], strict=False):
+        row["lr"] = rate
+    write_rows(folder / "0-0", rows)
+    (found,) = ladders_of(folder)
+    assert (found["left_out"], found["runs"]) == ({}, COUNT)
+
+
+def test_neither_the_order_of_training_nor_a_resume_nor_paths_move_a_byte(sweep, tmp_path):
+    """Runs made in another order, one of them resumed by another host; a path for each size."""
+    again = tmp_path / "adamw"
+    for path in sorted(sweep.iterdir(), reverse=True):
+        shutil.copytree(path, again / path.name)
+    amend(again / "1-2" / "status.json", host="other", attempts=2, started=5.0)
+    whole = llmexp.fit(sweep, predict=1e15)
+    assert llmexp.fit(again, predict=1e15).data == whole.data
+    sizes = [tmp_path / f"size-{number}" for number in range(len(BLOCKS))]
+    for path in again.iterdir():
+        shutil.copytree(path, sizes[int(path.name[2:])] / path.name)
+    assert llmexp.fit(*sizes, predict=1e15).headline == whole.headline
+
+
+def test_branches_of_a_trunk_are_points_of_the_token_axis(tmp_path):
+    trunk = parent_in("t", step=50, tokens=10**6, sequences=1, setting="x")
+    cooldown = {"schedule___target_": "llmexp.optim.schedule.cooldown", "facts": {"parent": trunk}}
+    for i, tokens in enumerate(np.geomspace(1e6, 3e7, 6).astype(int)):
+        loss = 2 + 300 * float(tokens) ** -0.4
+        run(tmp_path / "h" / f"{i}", loss, BLOCKS[2], int(tokens), **cooldown)
+    wsd = {"schedule___target_": "llmexp.optim.schedule.wsd"}
+    run(tmp_path / "h" / "trunk", 3.3, BLOCKS[2], 10**8, rates=(1e-3, 1e-3), **wsd)
+    found = llmexp.fit(tmp_path / "h", predict=1e9).data
+    (one,) = found["ladders"]
+    assert (found["form"], one["by"], one["runs"]) == ("power", "tokens", 6)
+    assert one["law"]["p"]["value"] == pytest.approx(0.4, rel=1e-6)
+    assert one["prediction"]["loss"]["value"] == pytest.approx(2 + 300 * 1e9**-0.4, rel=1e-6)
+    assert list(one["left_out"].values()) == [["trunk"]]
+    (tmp_path / "h" / "trunk").rename(tmp_path / "trunk")  # also from another path
+    (apart,) = ladders_of(tmp_path / "trunk", tmp_path / "h")
+    assert apart["left_out"] == one["left_out"]
+
+
+@pytest.mark.parametrize("key", ["batch.real_batch_size", "clip.max_norm"])
+def test_a_power_law_over_a_knob(tmp_path, key):
+    """Also where each value has a path of its own, which is another ladder over tokens."""
+    for i, value in enumerate((8, 16, 32, 64, 128, 256)):
+        knob = {key.replace(".", "__"): value}
+        run(tmp_path / str(i) / "run", 1.5 + value**-0.5, BLOCKS[2], 10**7, **knob)
+    whole = llmexp.fit(*sorted(tmp_path.iterdir()), form="power", by=key).data
+    assert "Not in this law" not in " ".join(whole["notes"])
+    law = whole["ladders"][0]["law"]
+    assert (law["p"]["value"], law["E"]["value"]) == pytest.approx((0.5, 1.5), rel=1e-6)
+
+
+def test_settings_that_are_no_points_are_named_where_points_are_too_few(tmp_path):
+    """Four runs, two settings of one size and length: two points."""
+    for i, (lr, seed) in enumerate(itertools.product((1e-3, 2e-3), (1, 2))):
+        run(tmp_path / str(i), 3.0 + i, BLOCKS[0], 10**6, optimizer__lr=lr, train__seed=seed)
+    with pytest.raises(ConfigError, match=r"has 2 points.* 1 other setting"):
+        llmexp.fit(tmp_path)
+
+
+def test_losses_that_rise_with_size_have_a_table_without_best_sizes(tmp_path):
+    points = ladder(LAWS["hoffmann"], 4, 5, noise=0.003, seed=0).points
+    rising = [replace(p, loss=1 + math.log(p.sizes["given"]) / 10) for p in points]
+    found = llmexp.fit(csv_of(tmp_path / "rising.csv", rising))
+    (one,) = found.data["ladders"]
+    assert one["edge"]
+    assert {rung["parameters"] for rung in one["rungs"]} == {None}
+    assert str(found).count(" edge ") == 4
+
+
+@pytest.mark.parametrize("one_folder", [True, False])
+def test_two_ladders_and_what_one_gains(tmp_path, words, one_folder):
+    muon = Law(SMALL.e, SMALL.a, SMALL.b * 0.8, SMALL.alpha, SMALL.beta)
+    places = [tmp_path / "all"] * 2 if one_folder else [tmp_path / "a", tmp_path / "m"]
+    isoflop(places[0] / "x", seed=1)
+    isoflop(places[1] / "y", muon, seed=2, optimizer___target_="llmexp.optim.optimizers.muon.muon")
+    laws = llmexp.fit(*dict.fromkeys(places), predict=1e15)
+    words.hidden |= FIGURES
+    words("scaling/gain", laws.headline)
+    assert [one["name"] for one in laws.data["ladders"]] == ["adamw", "muon"]
+    need = laws.data["gains"][0]["common"]
+    assert need["ratio"]["high"] < 1
+    assert need["shown"]
+    assert need["flops"] == pytest.approx(2.5e13, rel=1e-3)
+
+
+def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
+    """Else what one ladder has against another of equally many runs would vary too little."""
+    other = isoflop(tmp_path / "m", optimizer___target_="llmexp.optim.optimizers.muon.muon")
+    one, two = (law.ensemble.laws for law in llmexp.fit(sweep, other).answer.surfaces)
+    assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.5  # five standard deviations
+
+
+def test_a_csv_with_any_case_and_without_tokens(tmp_path):
+    """A blank may follow a comma."""
+    path = good(tmp_path, 4, 5)
+    whole = llmexp.fit(path, predict=1e21).data
+    assert (whole["count"], whole["ladders"][0]["runs"]) == ("given", 20)
+    head, *lines = path.read_text().splitlines()
+    cells = [line.split(",") for line in lines]
+    short = [f"{n},{6 * float(n) * float(d)},{loss}" for n, d, loss in cells]
+    (tmp_path / "c.csv").write_text("\n".join(["n,c,Loss", *short, "1e9,1e18,inf"]))
+    (other,) = ladders_of(tmp_path / "c.csv", predict=1e21)
+    assert other["left_out"] == {"not finite, or not above 0": ["line 22"]}
+    value = whole["ladders"][0]["prediction"]["loss"]["value"]
+    assert other["prediction"]["loss"]["value"] == pytest.approx(value, rel=1e-9)
+    spaced = [f"{line}, {i + 1}".replace(",", ", ") for i, line in enumerate(lines)]
+    (tmp_path / "d.csv").write_text("\n".join([f"{head}, depth", *spaced]))
+    assert len(ladders_of(tmp_path / "d.csv", by="depth")[0]["points"]) == 20
+
+
+def test_a_size_and_tokens_have_a_loss_whatever_the_best_size(tmp_path):
+    """Of sizes by tokens per parameter nobody knows the best size, and the law is known."""
+    law, path = LAWS["hoffmann"], tmp_path / "ratios.csv"
+    points = [(n, ratio * n) for n in (1e7, 3e7, 1e8, 3e8) for ratio in (5, 10, 20, 40)]
+    lines = [f"{n},{d},{law.loss(n, d)}" for n, d in points]
+    path.write_text("\n".join(["N,D,loss", *lines]))
+    found = llmexp.fit(path, predict="N=1e9,D=2e10")
+    (one,) = found.data["ladders"]
+    assert one["place"]["loss"]["value"] == pytest.approx(law.loss(1e9, 2e10), rel=1e-4)
+    assert (one["place"]["parameters"], one["place"]["tokens"]) == (1e9, 2e10)
+    assert found.headline.startswith("At 1 B parameters and 20 B tokens: val loss 2.")
+    for wrong in ("N=1e9", "N=1e9,D=x", "N=1e9,C=1e20"):
+        with pytest.raises(ConfigError, match="predict="):
+            llmexp.fit(path, predict=wrong)
+    with pytest.raises(ConfigError, match="a power law takes one number"):
+        llmexp.fit(path, form="power", by="tokens", predict="N=1e9,D=2e10")
+
+
+def test_rows_of_flops_show_flops(tmp_path):
+    table = str(llmexp.fit(good(tmp_path, 6, 5), form="power", by="flops"))
+    assert re.search(r"^ *1e18 ", table, re.M), table
+
+
+SAID = [
+    {"predict": 1e3}, {"by": "tokens", "predict": 1e3}, {"by": "parameters"}, {"by": "tokens"},
+    {"form": "isoflop"}, {"predict": 1e24}, {"predict": 1e17},  # as far as is near enough
+]  # fmt: skip
+
+
+def test_what_is_said_beside_the_answer(tmp_path, words):
+    path = good(tmp_path, 4, 5)
+    words.hidden |= FIGURES
+    for more in SAID:
+        words("scaling/beside", "\n".join(llmexp.fit(path, **more).data["notes"]), str(more))
+
+
+def test_refusals_name_the_arguments_of_python(tmp_path):
+    path = good(tmp_path, 3, 4)
+    with pytest.raises(ConfigError, match="form='line': must be one of surface"):
+        llmexp.fit(path, form="line")
+    path.write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
+    with pytest.raises(ConfigError, match=r"; for example form='power' by='tokens'$"):
+        llmexp.fit(path, form="surface")
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_killed_and_resumed_has_the_answer_of_an_unbroken_one(tmp_path):
+    """SIGKILL takes the sweep and its worker in the middle of the fifth of nine runs."""
+    made = [
+        *TINY, "data=synthetic", "data.n_tokens=20000", "train.device=cpu", "precision=fp32",
+        "schedule=linear", "checkpoint.every=20", "train.log_every=20", "train.eval_every=null",
+        "model.d_model=8,16,32", "train.max_flops=5e8,1.5e9,4.5e9",
+    ]  # fmt: skip
+    answers = []
+    for name in ("whole", "cut"):
+        folder = tmp_path / name / "ladder"
+        process = start("train", "-m", *made, f"hydra.sweep.dir={folder}", cwd=tmp_path)
+        if name == "cut":
+            wait_for(lambda f=folder: list(f.glob("4-*/checkpoints/step_*/manifest.json")), process)
+            process.kill()
+            workers = alive(next(folder.glob("4-*")))
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+            process.communicate(timeout=HANG_S)
+            assert workers
+            assert [p.state for p in read_ledger(folder).points].count("finished") == 4
+            process = start("resume", str(folder), cwd=tmp_path)
+        _, errors = process.communicate(timeout=HANG_S)
+        assert process.returncode == 0, errors
+        found = llmexp_command("fit", str(folder), "--predict", "1e10", "--json", cwd=tmp_path)
+        assert found.code == 0, found.err
+        answers.append(found.out)
+    assert json.loads(answers[0])["ladders"][0]["runs"] == 9
+    assert answers[1] == answers[0]
