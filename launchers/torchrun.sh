@@ -1,7 +1,7 @@
 #!/bin/bash
 # One run on several hosts, without a scheduler: torchrun, with the settings of the run. On each host:
 #   LLMEXP_RDZV_ENDPOINT=HOST1:29400 launchers/torchrun.sh RUN_DIR
-# RUN_DIR is made by `llmexp train --queue parallelism.nnodes=2 ...`, which prints this line, and is on a disk that all
+# RUN_DIR is made by `llmexp train --create-only parallelism.nnodes=2 ...`, which prints this line, and is on a disk that all
 # hosts share. HOST1 is one of the hosts, by a name or address that all of them reach; the port is any that is free there,
 # another one for each run. $PYTHON: the interpreter that has llmexp.
 # The hosts have parallelism.start_timeout_s to come. After a failure torchrun starts the ranks again, from the newest

@@ -51,7 +51,7 @@ def test_a_row_has_what_was_done_to_its_own_step():
     }.items():
         one.finished(outcome)
         rows[name] = one.row(None)
-    clipped = {"clipped_share": 1.0}
+    clipped = {"clip_fraction": 1.0}
     assert rows["none"] == rows["no limit"] == clipped | {"clip_coefficient": 1.0}
     assert rows["limit"] == clipped | {"clip_coefficient": 1 / (3 + EPSILON)}
     assert rows["value"] == clipped

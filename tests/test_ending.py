@@ -33,7 +33,7 @@ UNKNOWN      ====  ====    C=C=     ====      ====    ====
 """
 LETTERS = {
     ("", FAILED): "=", ("failed", FAILED): "F", ("failed", REFUSED): "R",
-    ("preempted", FAILED): "P", ("cut", FAILED): "C",
+    ("preempted", FAILED): "P", ("crashed", FAILED): "C",
 }  # fmt: skip
 EXPECTED = {
     (state, Left[line.split()[0]]): word
@@ -116,7 +116,7 @@ def test_a_run_that_another_process_is_at_work_in_is_left_alone(tmp_path, lock):
             assert not conclude_run(tmp_path, left).found
         assert state_now(tmp_path, before) == "running"
     assert rundir.read_status(tmp_path) == before
-    assert state_now(tmp_path, before) == "cut"
+    assert state_now(tmp_path, before) == "crashed"
     assert conclude_run(tmp_path, Left.GONE, cause="the job is gone").error == "the job is gone"
 
 

@@ -74,7 +74,7 @@ def test_rules_of_clipping_equal_those_on_the_cpu(tmp_path, rule):
     ]  # fmt: skip
     runs = [run(tmp_path, d, *RULES[rule], *steps, f"train.device={d}") for d in ("cpu", "cuda")]
     for a, b in zip(*(result.rows() for result in runs), strict=True):
-        assert a["clipped_share"] == b["clipped_share"]
+        assert a["clip_fraction"] == b["clip_fraction"]
         keys = {"train/loss", "grad_norm", "grad_norm_post_clip"}
         keys |= {key for key in a if key.startswith(("clip_limit", "attention_logit_max"))}
         for key in keys:

@@ -85,7 +85,7 @@ def test_a_plain_run_imports_what_it_asks_for(tmp_path, monkeypatch):
     command = ["train", *TINY, *DATA, *PLAIN, "hydra.run.dir=run"]
     result = llmexp(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PATHS}")
     assert result.code == 0, result.err
-    rooms = ("exchange", "tracker", "tasks", "compare", "sweep", "verify", "laws", "evaluate")
+    rooms = ("hf", "tracker", "tasks", "compare", "sweep", "verify", "scaling", "evaluate")
     parts = ("run.shape", "mesh.sharding", "mesh.sequence", "update.groups", "update.trying")
     parts += tuple(f"update.optimizers.{name}" for name in ("library", "lion", "muon", "sgd"))
     parts += tuple(f"models.{name}" for name in ("hf", "llama", "offload", "recompute", "rows"))

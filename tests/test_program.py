@@ -203,7 +203,7 @@ def test_what_train_refuses_and_what_fails_is_raised(there):
     for paths, given, why in (
         (["nope"], {}, "nope: there is nothing of that name"),
         ([[]], {}, "paths: the list is empty"),
-        (["one"], {"negligible": -1}, "negligible=-1: must be at least 0"),
+        (["one"], {"min_effect": -1}, "min_effect=-1: must be at least 0"),
         (["one"], {"align": "epochs"}, "align='epochs': must be one of"),
         (["one"], {"sort": "nope"}, "sort='nope': there is no such figure"),
         (["one"], {"sort": "lr", "target": "val/loss=2"}, "sort='lr': target= orders the table"),

@@ -29,7 +29,7 @@ def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
     knobs = ["data=synthetic", "train.log_every=1", "train.eval_every=null", "train.max_steps=50"]
     hook = ["--allow", "dying", "hooks=[dying.hook]", "hydra.run.dir=run"]
     died = llmexp("train", *TINY, *knobs, "checkpoint.every=3", *hook, cwd=tmp_path)
-    assert died.code != 0
+    assert died.code == 3, died.err
     file = tmp_path / "run" / "metrics.jsonl"
     assert file.read_bytes().endswith(b"\n")
     kept = read_rows(file)

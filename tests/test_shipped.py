@@ -298,5 +298,7 @@ def test_the_wheel_brings_its_configuration_and_has_one_version(wheel, tmp_path)
     (about,) = wheel.glob("llmexp-*.dist-info")
     assert importlib.metadata.Distribution.at(about).version == "7.8.9"
     assert of_wheel(wheel, tmp_path, "--version") == "llmexp 7.8.9\n"
-    of_wheel(wheel, tmp_path, "train", "--queue", *TINY, "data=synthetic", "hydra.run.dir=run")
+    of_wheel(
+        wheel, tmp_path, "train", "--create-only", *TINY, "data=synthetic", "hydra.run.dir=run"
+    )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["llmexp"] == "7.8.9"

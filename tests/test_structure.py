@@ -84,7 +84,7 @@ def test_only_commands_import_ours_inside_functions():
         if room(name) in ("train", "features", "compose", "data", "mesh", "models", "run"):
             late = {module for module in late if not module.startswith(optional)}
         last = name.rpartition(".")[2]
-        assert not late or room(name) in ("cli", "program", "__main__") or last == "__main__", name
+        assert not late or room(name) in ("cli", "api", "__main__") or last == "__main__", name
 
 
 def test_training_imports_a_mode_where_it_is_asked_for():
@@ -139,7 +139,7 @@ def test_a_step_is_read_in_an_evening():
 
 
 def test_settings_and_run_import_the_standard_library_and_themselves_only():
-    alone = {"settings": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
+    alone = {"config": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
     for name, path in MODULES.items():
         if room(name) in alone or name == "llmexp.system.child":
             allowed = (*alone.get(room(name), ()), "llmexp.run.")

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return queued, running, finished, failed, preempted or cut, as `llmexp runs` does."""
+        """Return queued, running, finished, failed, preempted or crashed, as `llmexp runs` does."""
         return RunFolder(self.path).state
 
     @property

@@ -21,7 +21,7 @@ from llmexp.config.values import ConfigError, choice, knob
 from llmexp.system.text import columns, framed
 from llmexp.tracker.reading import send_marks
 
-Negligible = Annotated[
+MinEffect = Annotated[
     float | None,
     knob(
         f"nats below which a difference does not matter (default: that of the sweep, {NEGLIGIBLE})",
@@ -109,7 +109,7 @@ def compare(
     sort: Annotated[
         str | None, "KEY", "figure that orders the table, such as tokens_per_sec"
     ] = None,
-    negligible: Negligible = None,
+    min_effect: MinEffect = None,
     target: Annotated[
         str | None, "KEY=NUMBER", "compare by where runs first reach it, such as val/loss=3.28"
     ] = None,
@@ -130,7 +130,7 @@ def compare(
     .parquet, wandb:ENTITY/PROJECT[/GROUP], wandb/offline-run-*. See docs/compare.md.
     """
     check_out(out, _FORMS)
-    how: dict[str, Any] = {"align": align, "sort": sort, "negligible": negligible}
+    how: dict[str, Any] = {"align": align, "sort": sort, "min_effect": min_effect}
     asked = Asked(figure, better, words_in(by), seed, curves, filter)
     found = runs_compared(paths, "compare", target=target, asked=asked, **how)
     if answer:

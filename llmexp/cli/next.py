@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from llmexp.cli.compare import Better, By, Curves, Figure, Filter, Negligible, Seed, runs_compared
+from llmexp.cli.compare import Better, By, Curves, Figure, Filter, MinEffect, Seed, runs_compared
 from llmexp.cli.running import Paths, words_in
 from llmexp.compare.known import Step
 from llmexp.compare.next_step import propose
@@ -17,7 +17,7 @@ from llmexp.system.redact import warn
 
 def next_step(
     *paths: Paths,
-    negligible: Negligible = None,
+    min_effect: MinEffect = None,
     predict: Annotated[
         float | None, knob("FLOPs of a ladder's prediction to narrow", 1e16, above=0, below=TOP)
     ] = None,
@@ -33,7 +33,7 @@ def next_step(
     Nothing is started. See docs/compare.md.
     """
     asked = Asked(figure, better, words_in(by), seed, curves, filter)
-    found = runs_compared(paths, "next", negligible=negligible, asked=asked)
+    found = runs_compared(paths, "next", min_effect=min_effect, asked=asked)
     for problem in found.problems:
         warn(problem)
     step = propose(found)

@@ -48,7 +48,7 @@ def train(
     line: CommandLine = (),
     *,
     screen: Screen = False,
-    queue: Annotated[
+    create_only: Annotated[
         bool, "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ..."
     ] = False,
     json: Annotated[bool, "print nothing but the result on standard output, as JSON"] = False,
@@ -82,9 +82,9 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
         with composed(args) as (cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
-                if args.queue:
+                if args.create_only:
                     text = "makes the folder of one run; for a sweep use hydra/launcher=slurm"
-                    raise ConfigError("unsupported", f"--queue: {text}")
+                    raise ConfigError("unsupported", f"--create-only: {text}")
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
                 from llmexp.compose.forking import with_steps
@@ -97,7 +97,7 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
             wanted, fixed = run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")
         say_tracker(cfg)
-        if not args.queue:
+        if not args.create_only:
             refuse_hosts(config)
         request = {
             "config": plain(config),
@@ -105,11 +105,11 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
             "fixed": fixed,
             "overrides": visible(args.overrides),
             "place": where_options_are(args),
-            "queue": args.queue,
+            "queue": args.create_only,
         }
         assert worker is not None
         code, path = worker.run(request)
-        if args.queue and code == 0 and path is not None:
+        if args.create_only and code == 0 and path is not None:
             say(how_to_start(path, config))
         return code, path
 

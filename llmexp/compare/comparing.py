@@ -40,7 +40,7 @@ def compare(
     *,
     align: str = "tokens",
     sort: str | None = None,
-    negligible: float | str | None = None,
+    min_effect: float | str | None = None,
     target: str | None = None,
     asked: Asked | None = None,
 ) -> Result:
@@ -50,7 +50,7 @@ def compare(
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
     `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
-    tokenizers differ. `negligible`: nats below which a difference does not matter; default: that of
+    tokenizers differ. `min_effect`: nats below which a difference does not matter; default: that of
     the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
     they are compared by where they first do. Raises ConfigError for an option that there is not;
     what cannot be read is among `problems`.
@@ -60,7 +60,7 @@ def compare(
             "unknown_option",
             f"--align {align}: must be one of {', '.join(UNITS)}; for example --align steps",
         )
-    size = None if negligible is None else _size(negligible)
+    size = None if min_effect is None else _size(min_effect)
     if target is not None and sort is not None:
         raise ConfigError(
             "conflict", f"--sort {sort}: --target orders the table by itself; leave one out"
@@ -69,7 +69,7 @@ def compare(
     if target is not None and records and all(r.foreign and r.step < 2 for r in records):
         text = "needs the curves of runs; name them: --curves FILE"
         raise ConfigError("missing_value", f"--target {target}: {text}")
-    f = findings(records, problems, align=align, sort=sort, negligible=size, target=target)
+    f = findings(records, problems, align=align, sort=sort, min_effect=size, target=target)
     f = with_words(f)
     return replace(f, notes=(*f.notes, *said))
 
@@ -89,8 +89,8 @@ def _size(given: float | str) -> float:
     if not 0 <= size < 1e6:
         raise ConfigError(
             "wrong_type",
-            f"--negligible {given}: a size in nats, 0 or more, is needed; for example "
-            "--negligible 0.002",
+            f"--min-effect {given}: a size in nats, 0 or more, is needed; for example "
+            "--min-effect 0.002",
         )
     return size
 
@@ -101,7 +101,7 @@ def findings(
     *,
     align: str = "tokens",
     sort: str | None = None,
-    negligible: float | None = None,
+    min_effect: float | None = None,
     target: str | None = None,
 ) -> Result:
     """Find out what runs show that have been read."""
@@ -139,12 +139,12 @@ def findings(
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
-    if negligible is None:
-        negligible = _negligible(records, metric)
+    if min_effect is None:
+        min_effect = _min_effect(records, metric)
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
-        negligible=negligible,
+        min_effect=min_effect,
         batch=_batch(taking_part), problems=(*problems, *damage),
     )  # fmt: skip
     result.columns = _columns(result, columns)
@@ -177,9 +177,9 @@ def _metric(
     return known[next((key for key in order if any(key in e.figures for e in live)), order[0])]
 
 
-def _negligible(records: Sequence[Record], metric: Column) -> float:
+def _min_effect(records: Sequence[Record], metric: Column) -> float:
     """Return the difference that matters in the sweep of all runs, else the usual one."""
-    of_sweeps = {r.negligible for r in records}
+    of_sweeps = {r.min_effect for r in records}
     own = of_sweeps.pop() if len(of_sweeps) == 1 else None
     if own is None:
         own = NEGLIGIBLE if is_loss(metric.key) else 0.0  # a figure of others has no known unit

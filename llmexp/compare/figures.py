@@ -41,7 +41,7 @@ from llmexp.system.text import number
 TAIL = 0.05  # share of the steps whose mean is the train loss; at least 10 steps
 # Share of the median length below which a run of another sweep says nothing about the others.
 _SHORT = 0.1
-_DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
+_DEAD = ("failed", "crashed", "queued")  # what they lack says nothing about the setting
 MOVE_VALIDATION = (
     "data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio",
     "data.seed",

@@ -46,7 +46,7 @@ RESOLUTION = 1e-9  # of a figure: what rounding makes of equal ones
 def judge(f: Result) -> None:
     """Find out how the settings stand, and write it into them and into the result."""
     loss, sign = f.judged, f.metric.sign
-    f.negligible = f.negligible if loss else 0.0
+    f.min_effect = f.min_effect if loss else 0.0
     cap = cap_of(f)
     rivals = [s for s in f.settings if not s.out]
     for s in rivals:
@@ -167,7 +167,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size = d.mean if abs(d.mean) > resolution else 0.0
-            other.verdict = _verdict(d, worse, f.negligible, resolution)
+            other.verdict = _verdict(d, worse, f.min_effect, resolution)
         if other.capped:  # not known by how much
             other.size = other.difference = None
             if other.verdict == Verdict.SAME:
@@ -198,11 +198,11 @@ def _equal(a: Setting, b: Setting) -> bool:
     return not any(r.foreign for r in runs) and same_steps(runs)
 
 
-def _verdict(d: Difference, worse: bool, negligible: float, resolution: float) -> Verdict:
+def _verdict(d: Difference, worse: bool, min_effect: float, resolution: float) -> Verdict:
     """Return the verdict on a difference; one within `resolution` is none."""
     if worse and d.real and abs(d.mean) > resolution:
-        return Verdict.WORSE if abs(d.mean) >= negligible else Verdict.NEGLIGIBLE
-    if abs(d.mean) + d.half < max(negligible, resolution, 1e-12):
+        return Verdict.WORSE if abs(d.mean) >= min_effect else Verdict.NEGLIGIBLE
+    if abs(d.mean) + d.half < max(min_effect, resolution, 1e-12):
         return Verdict.SAME
     return Verdict.UNDECIDED
 
@@ -232,7 +232,7 @@ def needed(other: Setting, f: Result) -> int | None:
     spread no wider than rounding does. A sweep that had all of its looks is judged at the level
     that it has left at twice the seeds.
     """
-    d, size = other.difference, max(abs(other.size or 0.0), f.negligible)
+    d, size = other.difference, max(abs(other.size or 0.0), f.min_effect)
     if other.verdict == Verdict.FEW_SEEDS:
         count = len(f.ranked)
         least = seeds_needed(f.floor.spread, size, count, count - 1) if f.floor else FEW

@@ -63,7 +63,7 @@ def rest(k: Known) -> Step | None:
         if not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:
             unchosen = max((k.sweep.planned or 0) - len(points), int(not left))
     else:
-        stopped = [r.path for r in k.runs if r.state in ("preempted", "cut") and r.rung is None]
+        stopped = [r.path for r in k.runs if r.state in ("preempted", "crashed") and r.rung is None]
         left, where = [path.resolve() for path in stopped[:1]], next(iter(stopped), Path())
         more = f" Of {len(stopped)} such runs this is the first." * (len(stopped) > 1)
     if not left and not unchosen:
@@ -114,7 +114,7 @@ def confirm_search(k: Known) -> Step | None:
         return k.resumed("seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
-    return k.resumed("confirm", why, f"sweep.search.confirm={FEW}", FEW * len(best))
+    return k.resumed("confirm", why, f"sweep.search.rerun_top={FEW}", FEW * len(best))
 
 
 def confirm_screen(k: Known) -> Step | None:
@@ -189,7 +189,7 @@ def wider(k: Known) -> Step | None:
                 continue
             sizes = [f.metric.sign * r.size for v in inner[:2] if (r := line[v]) and r.size]
             near = line[inner[0]]
-            falls = len(sizes) > 1 and sizes[1] > sizes[0] > f.negligible
+            falls = len(sizes) > 1 and sizes[1] > sizes[0] > f.min_effect
             if near and (near.verdict == Verdict.WORSE or (falls and not near.difference)):
                 edge = "highest" if side > 0 else "lowest"
                 why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "

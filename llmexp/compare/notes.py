@@ -240,7 +240,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
 
 
 def _matters(e: Effect, f: Result) -> bool:
-    return e.difference.real and abs(e.difference.mean) >= f.negligible
+    return e.difference.real and abs(e.difference.mean) >= f.min_effect
 
 
 def _effect(f: Result, e: Effect) -> Note:
@@ -273,7 +273,7 @@ def _why(f: Result) -> Iterator[Note]:
     if f.batch in _BATCH:
         yield f"Batch ({f.batch})", f"real_batch_size {' to '.join(sizes)}; {_BATCH[f.batch]}"
     if any(r.difference for r in f.ranked):
-        small = f"; a difference under {f.negligible:g} does not matter" * bool(f.negligible)
+        small = f"; a difference under {f.min_effect:g} does not matter" * bool(f.min_effect)
         looks = " over all looks together" * bool(f.looks)
         of = f" of all {len(f.ranked)} settings" * (len(f.ranked) > 2)
         yield "Intervals", f"at 95 %{looks}, with the noise{of} over their seeds{small}"

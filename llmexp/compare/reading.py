@@ -64,7 +64,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
         steps=steps,
         problems=tuple(clean(p) for p in (*damage, *folder.problems)),
         swept=tuple(ledger.swept) if ledger else (),
-        negligible=ledger.negligible if ledger else None,
+        min_effect=ledger.min_effect if ledger else None,
         looks=ledger.looks if ledger else (),
         rung=point.rung if point else None,
         screen=bool(ledger and ledger.screen),

@@ -44,7 +44,7 @@ class Record:
     columns: Mapping[str, np.ndarray]
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
-    negligible: float | None = None  # nats of its sweep; a difference below does not matter
+    min_effect: float | None = None  # nats of its sweep; a difference below does not matter
     looks: Sequence[Look] = ()  # of its sweep, where that decides by itself
     rung: float | None = None  # share of its steps after which successive halving left it out
     screen: bool = False  # its sweep is a screen
@@ -111,7 +111,7 @@ class Verdict(Enum):
     ROUNDING = "the same computation, so what differs is what rounding makes", "same"
     UNDECIDED = "seeds leave it open", "undecided"
     FEW_SEEDS = "too few seeds", "undecided"
-    BUDGET = "not comparable", "other budget"
+    BUDGET = "not comparable", "not comparable"
     TASK = "another validation text", "other task"
 
     @property
@@ -273,7 +273,7 @@ class Result:
     # of `differing`, those that vary of themselves and not as another's consequence
     factors: tuple[str, ...] = ()
     target: Target | None = None  # that runs are to reach; the metric is where they did
-    negligible: float = 0.0  # nats below which a difference does not matter
+    min_effect: float = 0.0  # nats below which a difference does not matter
     mixed: bool = False  # several tokenizers
     # As judged. Those with the metric, the leading one first; none where no order has a meaning.
     ranked: Sequence[Setting] = ()

@@ -412,7 +412,7 @@ def visible(overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_hosts(
-    config: Config, instead: str = "for several, --queue makes the run's folder and says how"
+    config: Config, instead: str = "for several, --create-only makes the run's folder and says how"
 ) -> None:
     """Raise ConfigError for a run on several hosts, which this command cannot start."""
     if (nodes := config.parallelism.nnodes) > 1:

@@ -183,11 +183,11 @@ class Fork:
         at_least=0,
         acts=where("fork.run"),
     )
-    moments: str = choice(
-        "what becomes of the parent's moments",
-        "keep | drop",
+    reset_optimizer: bool = knob(
+        "begin with fresh moments in place of the parent's",
+        True,
         acts=where("fork.run"),
-        default="keep",
+        default=False,
     )
 
 

@@ -26,7 +26,9 @@ from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
 GOES_ON = "such as {}, it goes on"  # in the error of a run that is to be resumed with that
-CUT_OFF = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
+CUT_OFF = (
+    "crashed: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
+)
 
 
 class Left(Enum):
@@ -85,7 +87,7 @@ ENDING_RULES = (
     EndingRule(("preempted",), (Left.WELL, Left.STOPPED, Left.GONE)),
     EndingRule(("failed",), (*SPOKE, Left.GONE)),
     EndingRule(("running",), (Left.GONE,), held=True),
-    EndingRule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT_OFF),
+    EndingRule(("running",), (Left.UNKNOWN,), held=False, state="crashed", cause=CUT_OFF),
     EndingRule(left=(Left.UNKNOWN,)),
     EndingRule(left=(Left.WELL,), state="failed", cause=EARLY),
     EndingRule(left=(Left.REFUSED,), state="failed", cause="{death}", exit_code=REFUSED),
@@ -139,8 +141,8 @@ def record_end(path: Path, state: str, exit_code: int, error: str | None, **more
 def state_now(path: Path, status: Mapping[str, Any]) -> str:
     """Return the state of a run that nobody watches.
 
-    It is that of its status, "" where it has none, and "cut" for a running one that no process is
-    at work in.
+    It is that of its status, "" where it has none, and "crashed" for a running one that no process
+    is at work in.
     """
     state = str(status.get("state", ""))
     if state != "running":  # the others do not depend on who is there

@@ -20,7 +20,7 @@ from llmexp.system.redact import clean, cleaned
 
 # States of a run from good to bad, with their colours in tables.
 STATES = {
-    "finished": "green", "running": "cyan", "queued": "", "preempted": "yellow", "cut": "red",
+    "finished": "green", "running": "cyan", "queued": "", "preempted": "yellow", "crashed": "red",
     "failed": "red",
 }  # fmt: skip
 _BLOCK = 1 << 16  # bytes that are read at a time from the end
@@ -90,18 +90,18 @@ class RunFolder:
     def state(self) -> str:
         """Return one of STATES.
 
-        A run is cut where it is running by its status and no process is at work in it, or where it
+        A run has crashed if its status says running and no process is at work in it, or if it
         has rows and no status.
         """
         state = ending.state_now(self.path, self.status)
         if state in STATES:
             return state
-        return "cut" if (self.path / rundir.METRICS).exists() else "queued"
+        return "crashed" if (self.path / rundir.METRICS).exists() else "queued"
 
     @property
     def error(self) -> str:
         """Return why the run failed; empty where it did not."""
-        if self.state == "cut":
+        if self.state == "crashed":
             return ending.CUT_OFF
         error = self.status.get("error") if self.state == "failed" else None
         return clean(error or "")

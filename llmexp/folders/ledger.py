@@ -133,7 +133,7 @@ class Ledger:
     swept: list[str]
     created: float = field(default_factory=time.time)
     state: str = "running"
-    negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
+    min_effect: float | None = None  # nats; sweep.min_effect, for those who compare its runs later
     grid: bool = True  # false where a search chose the points by their results
     planned: int | None = None  # runs of a search in all, those that confirm it included
     screen: bool = False  # the points are a fraction of all combinations, to tell which keys matter
@@ -215,8 +215,8 @@ class Ledger:
         with contextlib.suppress(OSError):  # the name may be too long
             status = rundir.read_status(path) if rundir.is_run(path) else {}
         state = status.get("state") if alive else state_now(path, status)
-        # A run that is cut was killed, or its host went down.
-        entry.state = "preempted" if state == "cut" else state if state in STATES else "queued"
+        # A run that has crashed was killed, or its host went down.
+        entry.state = "preempted" if state == "crashed" else state if state in STATES else "queued"
         over = entry.state in ("finished", "failed", "preempted")
         error, code = status.get("error"), status.get("exit_code")
         entry.started = status.get("started") or entry.started

@@ -68,7 +68,7 @@ class Meter:
         return {
             "step_time": self._step_time / self.timed_steps,
             "data_time": self._data_time / self.timed_steps,
-            "outside_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
+            "overhead_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
             "tokens_per_sec": rate,
             "tokens_per_sec_per_rank": rate / ranks,
         }

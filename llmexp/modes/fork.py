@@ -125,16 +125,16 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
             text = f"the parent's weights are of {before.get(key)}; leave it out, or convert them"
             way = f"for a new run: {typed('model.init_from', f'{run}@{step}')}"
             raise refuse("wrong_weights", f"model.{key}", now.get(key), f"{text} {way}")
-    if config.fork.moments == "drop":
+    if config.fork.reset_optimizer:
         return
     kinds = [o.get("name", o["_target_"]) for o in (config.optimizer, there.optimizer)]
     types = [precision.parameter_dtype(c.precision.kind) for c in (config, there)]
     if kinds[0] != kinds[1]:
         text = f"the parent's are of {kinds[1]}, and this run has {kinds[0]}"
-        raise refuse("conflict", "fork.moments", "keep", text, "drop")
+        raise refuse("conflict", "fork.reset_optimizer", False, text, True)
     if types[0] != types[1]:
         text = f"the parent's are {types[1]}, and those of this run {types[0]}"
-        raise refuse("conflict", "fork.moments", "keep", text, "drop")
+        raise refuse("conflict", "fork.reset_optimizer", False, text, True)
 
 
 def _place(

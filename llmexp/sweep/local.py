@@ -64,7 +64,7 @@ class Local:
         for job in jobs:
             code, path = job.handle.poll(), job.point.path
             if code is None:
-                end_if_silent(job, self._knobs.silence_s)
+                end_if_silent(job, self._knobs.hang_timeout_s)
                 continue
             job.ended_at = min(job.ended_at, time.monotonic())
             if code < 0 and not rundir.is_vacant(path, job.ended_at):
@@ -88,18 +88,18 @@ def visible_devices(count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def end_if_silent(job: Submitted, silence_s: float | None) -> None:
+def end_if_silent(job: Submitted, hang_timeout_s: float | None) -> None:
     """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
     now = time.monotonic()
-    if silence_s is None or now - job.seen_at < min(_LOOK_S, silence_s):
+    if hang_timeout_s is None or now - job.seen_at < min(_LOOK_S, hang_timeout_s):
         return
     names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"
     files = [job.point.path / name for name in names]
     seen = tuple(file.stat().st_mtime for file in files if file.exists())
     if seen != job.seen:
         job.seen, job.seen_at = seen, now
-    elif now - job.seen_at > silence_s:
-        job.cause = f"no sign of life for {silence_s:g} s (sweep.silence_s); it was ended"
+    elif now - job.seen_at > hang_timeout_s:
+        job.cause = f"no sign of life for {hang_timeout_s:g} s (sweep.hang_timeout_s); it was ended"
         kill_family(job.handle.pid)  # a rank that hangs heeds nothing less
 
 

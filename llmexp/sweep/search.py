@@ -302,11 +302,11 @@ def batch_size(current: Current, facts: PointFacts | None) -> int:
 def confirm(current: Current) -> None:
     """Train the best trials again with fresh seeds, since the lowest of many is luck too."""
     search = current.knobs.search
-    if current.over or current.opened is None or not search.confirm:
+    if current.over or current.opened is None or not search.rerun_top:
         return
     ledger = current.ledger
     own = {e.folder: e for e in ledger.points}
-    best = [own[folder] for folder in list(values_of_trials(current))[: search.confirm]]
+    best = [own[folder] for folder in list(values_of_trials(current))[: search.rerun_top]]
     copies: list[Point] = []
     for entry in best:
         seed = rundir.built_config(ledger.path / entry.folder).train.seed

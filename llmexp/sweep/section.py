@@ -32,7 +32,7 @@ class Search:
         "points that a search chooses; null: the sweep is a grid", 30, default=None, acts=_NO_SCREEN
     )
     sampler: str = choice("how Optuna chooses them", "tpe | gp | cmaes | qmc", default="tpe")
-    confirm: int = knob(
+    rerun_top: int = knob(
         "best trials of a search that are trained again before one is named",
         3,
         at_least=0,
@@ -68,7 +68,7 @@ class Sweep:
         "(Linux); false: each one imports it anew",
         default=True,
     )
-    silence_s: float | None = knob(
+    hang_timeout_s: float | None = knob(
         "seconds without a sign of life (a row, a line, a checkpoint) after which a point is "
         "ended; null: never",
         1800.0,
@@ -134,8 +134,8 @@ class Sweep:
         at_least=0,
         acts=(where("sweep.report", "runs"), _IN_A_GRID, _NO_SCREEN),
     )
-    negligible: float = knob(
-        "nats of loss below which a difference is called negligible", 0.002, at_least=0
+    min_effect: float = knob(
+        "nats of loss below which a difference does not matter", 0.002, at_least=0
     )
     report: str = choice(
         "the table at the end", "runs | throughput", default="runs", acts=_ONE_BY_ONE

@@ -69,12 +69,12 @@ def open_ledger(current: Current) -> None:
         text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
         raise refuse("other_run", "sweep.resume", path, text)
     ledger.launcher, ledger.arguments = current.launcher, arguments
-    given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
-    if given or ledger.negligible is None:  # else a sweep keeps what it began with
-        ledger.negligible = current.knobs.negligible
+    given = any(o.lstrip("+").startswith("sweep.min_effect=") for o in current.arguments)
+    if given or ledger.min_effect is None:  # else a sweep keeps what it began with
+        ledger.min_effect = current.knobs.min_effect
     ledger.screen = current.knobs.screen is not None
     if (trials := current.knobs.search.trials) is not None:
-        ledger.planned = trials + current.knobs.search.confirm * current.knobs.search.seeds
+        ledger.planned = trials + current.knobs.search.rerun_top * current.knobs.search.seeds
     current.opened = ledger
 
 

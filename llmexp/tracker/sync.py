@@ -266,7 +266,7 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
     lost = folder.lost()
     # Nobody holds its lock; and a run that lost rows is never shown as one that came to its end.
     if state == "running" or lost:
-        state, code = "cut", code or 1
+        state, code = "crashed", code or 1
     summary = folder.summary
     if state not in ("finished", "preempted") or not summary:
         summary = summary_of_rows(rows)

@@ -29,7 +29,7 @@ from llmexp.system.text import one_line
 from llmexp.tracker.fields import SWEEP_ID, Fields, owe, write_position
 from llmexp.tracker.stores import End, Store
 
-MARKS = ("compare/mark", "compare/difference", "compare/half")  # in the summary of each run
+MARKS = ("compare/mark", "compare/difference", "compare/ci_half")  # in the summary of each run
 JOB_TYPE, PAGE, TABLE = "compare", "compare/page", "compare/table"  # of the answer of a sweep
 ARRIVAL_S = 5.0  # for the server to count what it was sent
 AT_A_TIME = 8  # runs whose summaries are changed

@@ -112,7 +112,7 @@ def restore(
         here = fixed_part(plain(config))
         changed = differing(loaded.manifest["config"], here) if forked else []
         loading.restore_model(loaded, setup.model, computed=not starting(changed, "model."))
-        if not forked or config.fork.moments == "keep":
+        if not forked or not config.fork.reset_optimizer:
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked and config.train.twin:
             from llmexp.optim.twin import perturb

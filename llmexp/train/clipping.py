@@ -65,7 +65,7 @@ class Rule(Feature):
             return {}
         factor = self.factor(self.outcome)
         found = {} if factor is None else {"clip_coefficient": factor}
-        return {"clipped_share": float(self.outcome.clipped)} | found
+        return {"clip_fraction": float(self.outcome.clipped)} | found
 
 
 class ByNorm(Rule):

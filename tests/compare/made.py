@@ -19,7 +19,7 @@ COLUMNS = (
     Column("train_time", "Time (s)", "lower", 3),
     Column("mean tokens_per_sec", "Tokens/s", "higher", 4),
     Column("peak_memory_gib", "Peak memory (GiB)", "lower", 3),
-    Column("clipped_share", "Clipped", "", 2),
+    Column("clip_fraction", "Clipped", "", 2),
 )
 
 
@@ -55,7 +55,7 @@ def trained(
     seed: int,
     loss: float,
     looks: Sequence[Look] = (),
-    negligible: float | None = None,
+    min_effect: float | None = None,
 ) -> Record:
     """A run of a sweep over two keys, of one step."""
     config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
@@ -65,7 +65,7 @@ def trained(
     return Record(
         Path(f"/s/{setting}-{seed}"), f"{setting}-{seed}", Path("/s"), "finished", config, facts,
         {"summary": {"train_time": 60.0, "tokens_seen": 64}}, arrays, steps=steps_of(arrays),
-        swept=("optimizer.lr", "train.seed"), looks=list(looks), negligible=negligible,
+        swept=("optimizer.lr", "train.seed"), looks=list(looks), min_effect=min_effect,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def entry(
         "final val/loss": final, "best val/loss": final - 0.001,
         "tokens_seen": float(runs[0].columns["tokens_seen"][-1]),
         "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number,
-        "clipped_share": 0.31, "peak_memory_gib": 11.25 + 0.5 * (number % 4),
+        "clip_fraction": 0.31, "peak_memory_gib": 11.25 + 0.5 * (number % 4),
     }  # fmt: skip
     if state == "failed":
         figures = {"tokens_seen": figures["tokens_seen"]}

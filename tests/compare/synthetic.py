@@ -111,7 +111,7 @@ def make_run(
     summary = {
         "tokens_seen": steps * real * length, "steps": steps, "train_time": steps * step_time,
         "mean tokens_per_sec": real * length / step_time, "peak_memory_gib": 1.25,
-        "skipped_steps": 0, "clipped_share": 0.25,
+        "skipped_steps": 0, "clip_fraction": 0.25,
     }  # fmt: skip
     ended = {
         "state": state, "updated": 1.8e9, "started": 1.8e9 - 100, "exit_code": 0, "error": None,

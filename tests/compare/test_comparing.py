@@ -32,7 +32,7 @@ from tests.tools import printed
 
 HERE = Path(__file__).parent
 CASES = {case["case"]: case for case in yaml.safe_load((HERE / "cases.yaml").read_text())}
-OPTIONS = ("align", "sort", "negligible", "target")
+OPTIONS = ("align", "sort", "min_effect", "target")
 ALL = [
     pytest.param(name, options, id=f"{name} {options.get('align', '')} {options.get('sort', '')}")
     for name, case in CASES.items()
@@ -171,7 +171,7 @@ def test_differences_over_five_seeds(tmp_path, words, gap, scatter, mark, strict
     half = 2.776445 * scatter / math.sqrt(5)  # t(0.975, 4)
     assert answer.data["runs"][1]["half"] == pytest.approx(half, rel=1e-4)
     words("compare/five_seeds", answer.headline, f"{gap} and {scatter}")
-    exact = llmexp.compare(tmp_path, negligible=0.0)
+    exact = llmexp.compare(tmp_path, min_effect=0.0)
     assert exact.data["runs"][1]["mark"] == strict
 
 

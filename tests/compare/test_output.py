@@ -221,8 +221,8 @@ def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capfd, monkeypa
     found = json.loads(run_here(capfd, "runs", "--json", ".").out)["runs"]
     # one stopped between two rows: its last step counts
     assert {one["name"]: one["step"] for one in found}["between"] == 47
-    (row,) = json.loads(run_here(capfd, "runs", ".", "--state", "cut", "--json").out)["runs"]
-    assert (row["name"], row["state"], row["step"]) == ("lost", "cut", 400)
+    (row,) = json.loads(run_here(capfd, "runs", ".", "--state", "crashed", "--json").out)["runs"]
+    assert (row["name"], row["state"], row["step"]) == ("lost", "crashed", 400)
     assert row["size"] >= (cut / "metrics.jsonl").stat().st_size
 
 

@@ -55,7 +55,7 @@ def undecided() -> Result:
     first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
     seeds = Difference(0.0173, 0.0046 / 2.7764, df=4, seeds=3, most=3)
     second = replace(second, mark="undecided", size=0.0173, difference=seeds)
-    third = replace(third, runs=(replace(third.runs[0], sweep=None),), mark="other budget")
+    third = replace(third, runs=(replace(third.runs[0], sweep=None),), mark="not comparable")
     words = {"headline": "clip=0.5 leads.", "notes": ("Budgets differ.",), "why": ("A.",)}
     made = comparison([replace(first, mark="lowest"), second, third], **words)
     return made

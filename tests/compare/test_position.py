@@ -99,7 +99,7 @@ def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(runs, 
     assert [start in text for text in noted] == [True, False]
     found = llmexp.compare(unlike.folder).data
     assert (found["align_at"], found["runs"][0]["mark"]) == (None, "lowest")
-    assert found["runs"][1]["mark"] == "other budget"
+    assert found["runs"][1]["mark"] == "not comparable"
     every = "Evaluations of all batches at like tokens: train.eval_every_tokens=1152."
     assert every in found["notes"]
     answer = llmexp.compare(alike.folder)

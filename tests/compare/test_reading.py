@@ -221,7 +221,7 @@ def test_what_only_resume_sets_names_no_run(tmp_path):
 
 def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
     run = make_run(tmp_path / "a", state="running")
-    assert read(find([run])[0])[0].state == "cut"
+    assert read(find([run])[0])[0].state == "crashed"
     with open(run / ".lock", "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         assert read(find([run])[0])[0].state == "running"

@@ -135,7 +135,7 @@ def test_unequal_lengths_are_not_ranked(sweep):
     lines = [w for w in lines_of(sweep, True) if w["clip.max_norm"] != 4.0 or w["step"] < 300]
     answer = llmexp.compare(write_csv("unequal.csv", lines))
     assert answer.headline.startswith("No ranking: the budgets differ")
-    assert {run["mark"] for run in answer.data["runs"]} >= {"other budget"}
+    assert {run["mark"] for run in answer.data["runs"]} >= {"not comparable"}
     assert any(note.startswith("To settle it: runs of one length") for note in answer.data["notes"])
 
 
@@ -214,7 +214,7 @@ GALLERY = {
     "layer_dropout": (
         {"by": "configuration", "figure": "final_loss"},
         {"topological_r8": "lowest", "weighted_r8": "undecided"}
-        | dict.fromkeys(("baseline", "weighted_r6"), "other budget"),
+        | dict.fromkeys(("baseline", "weighted_r6"), "not comparable"),
     ),
 }
 

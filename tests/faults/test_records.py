@@ -122,9 +122,9 @@ def state_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_power_cut_is_seen_and_gone_on_from_under_a_clock_that_jumps(whole, tmp_path, capsys):
     run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
     before = run.json("status.json")
-    assert read(find([run.folder])[0])[0].state == "cut"
+    assert read(find([run.folder])[0])[0].state == "crashed"
     assert shown(run.folder, capsys)["error"] == ending.CUT_OFF
-    assert state_shown(run.folder, capsys) == "cut"
+    assert state_shown(run.folder, capsys) == "crashed"
     assert run.json("status.json") == before  # a look changes nothing
 
     # from the start, so that there is time to jump
@@ -144,7 +144,7 @@ def test_a_power_cut_is_seen_and_gone_on_from_under_a_clock_that_jumps(whole, tm
 def test_a_run_that_lost_its_status_is_cut(whole, tmp_path, capsys):
     run = cut_run(whole, tmp_path / "run")
     (run / "status.json").unlink()
-    assert state_shown(run, capsys) == "cut"
+    assert state_shown(run, capsys) == "crashed"
     assert not (run / "status.json").exists()
 
 

@@ -52,7 +52,7 @@ def without(name: str, to: Path) -> None:
         text, lines = re.subn(rf'(?m)^    "{gone}",.*\n', "", listed.read_text())
         assert lines == 1
         listed.write_text(text)
-        settings = part(gone, "settings")
+        settings = part(gone, "config")
         for rule in getattr(settings, "CLIP_RULES", ()):
             (to / "conf/clip" / f"{rule}.yaml").unlink()
         section = "metrics" if settings is None else settings.SECTION

@@ -41,7 +41,7 @@ from tests.conftest import TINY, llmexp
 
 RECORDED = Path(__file__).parent / "recorded"
 TIMED = re.compile(
-    r"(_time|outside_share|per_sec|per_sec_per_rank|mfu|memory.*|eta|age_s|bytes|updated|started|ended|pid|host)$"
+    r"(_time|overhead_share|per_sec|per_sec_per_rank|mfu|memory.*|eta|age_s|bytes|updated|started|ended|pid|host)$"
 )
 
 FILES = "data.train_files=[train.npy]"

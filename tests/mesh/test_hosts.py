@@ -130,7 +130,7 @@ def work(tmp_path_factory, tokens) -> Path:
     host."""
     folder = tmp_path_factory.mktemp("work")
     settings = [*TINY, *SETTINGS, f"data.train_files=[{tokens}]"]
-    queue = ["train", "--queue", *settings, *TWO_HOSTS, "hydra.run.dir=queued"]
+    queue = ["train", "--create-only", *settings, *TWO_HOSTS, "hydra.run.dir=queued"]
     queued = llmexp(*queue, cwd=folder)
     assert queued.code == 0, queued.err
     assert "LLMEXP_RDZV_ENDPOINT=HOST1:29400" in queued.out
@@ -521,7 +521,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(here, run, work):
 def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
     for folder in ("llmexp", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / "source" / folder)
-    with open(tmp_path / "source" / "llmexp" / "update" / "clip.py", "a") as f:
+    with open(tmp_path / "source" / "llmexp" / "optim" / "clip.py", "a") as f:
         f.write("# another comment\n")
     path = f"{tmp_path / 'source'}{os.pathsep}{ASSETS}"
     said = ranks(2, run, work, here, PYTHONPATH=path)

@@ -31,7 +31,7 @@ RUN = [
 # Two points of two steps, of which the warm-up is one.
 PAIR = [
     *RUN, "schedule=constant", "schedule.warmup_ratio=0.5", "train.max_steps=2",
-    "clip.max_norm=0.5,1.0", "sweep.negligible=0.5",
+    "clip.max_norm=0.5,1.0", "sweep.min_effect=0.5",
 ]  # fmt: skip
 
 

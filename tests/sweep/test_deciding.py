@@ -57,7 +57,7 @@ class Simulated(Deciding):
             for seed in self.seeds(count):
                 i = int(next(iter(setting)))
                 loss = float(self.losses[i, seed - 1])
-                self.made[i, seed] = trained(i, seed, loss, negligible=0.0)
+                self.made[i, seed] = trained(i, seed, loss, min_effect=0.0)
 
     def records(self):
         return list(self.made.values())
@@ -78,7 +78,7 @@ class Simulated(Deciding):
 
 
 def called_worse(records: list[Record]) -> set[int]:
-    found = findings(records, negligible=0.0).those(Verdict.WORSE)
+    found = findings(records, min_effect=0.0).those(Verdict.WORSE)
     return {int(r.runs[0].path.name.partition("-")[0]) for r in found}
 
 
@@ -102,7 +102,7 @@ def simulated(tmp_path, means, sweeps: int):
         runs += len(sweep.made)
         found += len(worse - {0})
         places = np.ndenumerate(losses)
-        whole = [trained(i, j + 1, float(x), negligible=0.0) for (i, j), x in places]
+        whole = [trained(i, j + 1, float(x), min_effect=0.0) for (i, j), x in places]
         of_full += len(called_worse(whole) - {0}) if len(set(means)) > 1 else 0
     return alarms / sweeps, found / max(1, of_full), runs / (sweeps * len(means) * FULL)
 

@@ -31,7 +31,7 @@ SPACES = {
 }
 SMALL = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=600"]
 SEARCH = [*SMALL, "train.max_steps=4", "optimizer.lr=tag(log,interval(1e-3,1e-1))",
-          "sweep.search.trials=3", "sweep.search.confirm=1", "sweep.search.seeds=2"]  # fmt: skip
+          "sweep.search.trials=3", "sweep.search.rerun_top=1", "sweep.search.seeds=2"]  # fmt: skip
 
 
 def loss_of(params: dict[str, str]) -> float:
@@ -139,7 +139,7 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
 
 
 def test_rungs_leave_trials_out_as_halving_does(tmp_path):
-    halving = ["sweep.halving=0.25", "sweep.search.trials=4", "sweep.search.confirm=0"]
+    halving = ["sweep.halving=0.25", "sweep.search.trials=4", "sweep.search.rerun_top=0"]
     more = ["train.max_steps=8", "hydra.sweep.dir=s"]
     done = llmexp("train", "-m", *SEARCH, *halving, *more, cwd=tmp_path)
     assert done.code == 0, done.err + done.out
@@ -171,7 +171,7 @@ def test_a_search_ends_where_all_it_can_propose_is_there(tmp_path):
     """Both values of the accumulation are one run."""
     same = ["batch.gradient_accumulation_steps=null,1", "batch.micro_batch_size=8",
             "batch.real_batch_size=8", "sweep.search.trials=2"]  # fmt: skip
-    more = ["sweep.search.confirm=0", "hydra.sweep.dir=s"]
+    more = ["sweep.search.rerun_top=0", "hydra.sweep.dir=s"]
     done = llmexp("train", "-m", *SMALL, *same, *more, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "it ends after 1 trial" in done.out + done.err

@@ -243,7 +243,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
     without: rows and tracker go on in the same folder."""
     tracked = [o for o in SLOW if o != "tracker=none"]
     two = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
-    queued = ["--queue", *tracked, *two, "hydra.run.dir=run"]
+    queued = ["--create-only", *tracked, *two, "hydra.run.dir=run"]
     result = llmexp("train", *queued, cwd=work, **cluster)
     assert result.code == 0, result.err
     assert state_of(result.folder) == "queued"
@@ -285,7 +285,7 @@ def test_ranks_meet_on_the_first_node_and_find_their_size_there(cluster, work):
     two = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
     (work / "fast").touch()
     options = [*SLOW, *two, *auto, "parallelism.start_timeout_s=30", "hydra.run.dir=run"]
-    result = llmexp("train", "--queue", *options, cwd=work, **cluster)
+    result = llmexp("train", "--create-only", *options, cwd=work, **cluster)
     assert result.code == 0, result.err
     env = environment(**cluster, PYTHONPATH=PATHS, LLMEXP_ALLOW="own")
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "env", "SLURM_LAUNCH_NODE_IPADDR=192.0.2.1"]

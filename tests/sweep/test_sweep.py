@@ -124,7 +124,7 @@ def test_a_widened_grid_runs_only_what_is_new(tmp_path, pair):
     there = [(p.number, p.state, p.attempts) for p in points(pair)]
     assert there == [(i, "finished", 1) for i in range(3)]
     assert written(pair)["swept"] == ["clip.max_norm"]
-    assert written(pair)["negligible"] == 0.5  # what the sweep began with
+    assert written(pair)["min_effect"] == 0.5  # what the sweep began with
     assert "3 points, 1 of them new" in second.out
     # Another value of a key that all points share makes no point; beside the old one it does.
     third = llmexp("resume", "s", "clip.max_norm=0.5", "data.seed=0,3", cwd=tmp_path)
@@ -208,14 +208,14 @@ def test_a_retry_and_a_stop_on_failure(tmp_path):
 
 @pytest.mark.slow
 def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
-    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.silence_s=25"]
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.hang_timeout_s=25"]
     command = ["-m", *TINY, *RUN, *two, "sweep.max_retries=1", "hydra.sweep.dir=s"]
     hook = ["--allow", "own", "hooks=[own.faults.act]"]
     plan = "step_start-3@1:freeze once"
     process = start("train", *command, *hook, cwd=tmp_path, FAULT_PLAN=plan)
     out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, out + err
-    assert "no sign of life for 25 s (sweep.silence_s); it was ended" in out
+    assert "no sign of life for 25 s (sweep.hang_timeout_s); it was ended" in out
     assert [p.attempts for p in points(tmp_path / "s")] == [2]
     wait_for(lambda: not session(process.pid))
 
@@ -318,10 +318,10 @@ def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
     """It and what it has started, though it heeds no signal."""
     stand_in(monkeypatch, "trap '' TERM; sleep 1000 & echo $! > child; kill -STOP $$")
     monkeypatch.chdir(tmp_path)
-    current = current_sweep(tmp_path, silence_s=0.5)
+    current = current_sweep(tmp_path, hang_timeout_s=0.5)
     run_locally(current, [new_point(current, "0-a")])
     (entry,) = current.ledger.points
-    assert (entry.state, "sweep.silence_s" in entry.error) == ("failed", True)
+    assert (entry.state, "sweep.hang_timeout_s" in entry.error) == ("failed", True)
     assert child.ended(int((tmp_path / "child").read_text()))
 
 
@@ -332,7 +332,7 @@ def whole_ledger() -> dict:
     entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"],
              "attempts": 1, "rung": 0.5, "refused": None}  # fmt: skip
     return {"format": 1, "name": "n", "group": "g", "launcher": "local", "arguments": ["-m"],
-            "swept": ["x"], "created": 1.0, "state": "running", "negligible": 0.5, "updated": 2.0,
+            "swept": ["x"], "created": 1.0, "state": "running", "min_effect": 0.5, "updated": 2.0,
             "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
 
 
@@ -425,7 +425,7 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
         del config["optimizer"]["rule"]
         path.write_text(yaml.safe_dump(config))
     tree = written(pair)
-    del tree["negligible"]
+    del tree["min_effect"]
     for point in tree["points"]:
         point["identity"] = "0" * 24
     (pair / "sweep.json").write_text(json.dumps(tree))

@@ -44,13 +44,13 @@ def test_two_hundred_runs_end_right_and_leave_nothing(tmp_path):
     """Their own parts kill the template, and freeze one run."""
     hooks = ["hooks=[own.points.lose_template,own.faults.act]", "--allow", "own"]
     grid = ["optimizer.lr=0.01,0.02", "train.seed=range(1,101)"]
-    more = ["sweep.max_parallel=2", "sweep.silence_s=60", "sweep.max_retries=1"]
+    more = ["sweep.max_parallel=2", "sweep.hang_timeout_s=60", "sweep.max_retries=1"]
     words = ["-m", *TINY, *SHORT, *grid, *hooks, *more, "hydra.sweep.dir=s"]
     shared = set(os.listdir("/dev/shm"))
     process = start("train", *words, cwd=tmp_path, FAULT_PLAN="step_start-3:freeze once")
     out, err = process.communicate(timeout=5 * HANG_S)
     assert process.returncode == 0, err + out
-    assert "no sign of life for 60 s (sweep.silence_s); it was ended" in out
+    assert "no sign of life for 60 s (sweep.hang_timeout_s); it was ended" in out
     assert (tmp_path / "template").exists()
     points = read_ledger(tmp_path / "s").points
     assert sorted(point.attempts for point in points) == [1] * 199 + [2]

@@ -33,7 +33,7 @@ QUICK = [
     "train.log_every=1", "tracker.start_timeout_s=60", "tracker.finish_timeout_s=60",
     "hydra.sweep.dir=s", "-m", "optimizer.lr=1e-5,1e-2",
 ]  # fmt: skip
-MARKS = ("compare/mark", "compare/difference", "compare/half")
+MARKS = ("compare/mark", "compare/difference", "compare/ci_half")
 
 
 def run(tmp_path: Path, server: FakeWandb, *arguments: str, mode: str = "online") -> Result:
@@ -160,7 +160,7 @@ def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
     "kind",
     [
         ("sweep.decide=true", "sweep.first_seeds=2", "sweep.max_seeds=2"),
-        ("sweep.search.trials=3", "sweep.search.confirm=1", "sweep.search.seeds=2"),
+        ("sweep.search.trials=3", "sweep.search.rerun_top=1", "sweep.search.seeds=2"),
         ("--screen", "optimizer.beta2=0.9,0.95", "schedule.warmup_steps=0,1"),
     ],
     ids=["decision", "search", "screen"],

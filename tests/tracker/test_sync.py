@@ -81,7 +81,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     """One run finished offline, one failed, one was killed, one preempted, one trains, one has not
     begun."""
     sweep = tmp_path / "gpt" / "2030-01-01"
-    summary = {"final val/loss": 3.97, "best val/loss": 3.96, "clipped_share": 0.25}
+    summary = {"final val/loss": 3.97, "best val/loss": 3.96, "clip_fraction": 0.25}
     runs = [
         make_run(sweep / "0-seed=0", 30, summary=summary),
         # of an earlier part

@@ -191,7 +191,7 @@ def test_the_data_go_on_by_sequences_or_begin_anew(trunk):
     digests = [row["data_digest"] for row in exact(other)][8:12]
     assert [row["data_digest"] for row in exact(small)] == digests
     assert small.rows()[-1]["epoch"] == other.rows()[-1]["epoch"]
-    anew = fork(trunk, "anew", "train.seed=5", "fork.moments=drop", "train.max_tokens=480")
+    anew = fork(trunk, "anew", "train.seed=5", "fork.reset_optimizer=true", "train.max_tokens=480")
     assert "begin anew at sequence 0: train.seed differs" in " ".join(anew.out.split())
     assert [row["step"] for row in anew.rows()] == [5]
     assert anew.rows()[-1]["tokens_seen"] == 480

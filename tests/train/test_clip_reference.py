@@ -82,7 +82,7 @@ def test_it_is_the_formula(tmp_path, tokens, rule, cut):
     rows = result.rows()
     after = [row["grad_norm_post_clip"] for row in rows]
     np.testing.assert_allclose(after, want.clipped_norms, rtol=1e-12)
-    assert any(row["clipped_share"] for row in rows)
+    assert any(row["clip_fraction"] for row in rows)
     shares = {"adaptive": ["clipped_units", "clipped_heads"], "update": ["clipped_tensors"]}
     for share in shares.get(rule, []):  # some are clipped and some are not: both must show
         assert any(0 < row[share] < 1 for row in rows), share

@@ -71,13 +71,13 @@ def test_every_cut_clips_alike(runs, rule, name):
     for key in ("train/loss", "grad_norm", "grad_norm_post_clip"):
         want = [row[key] for row in whole.rows()]
         np.testing.assert_allclose([row[key] for row in rows], want, rtol=1e-9)
-    assert [row["clipped_share"] for row in rows] == [row["clipped_share"] for row in whole.rows()]
+    assert [row["clip_fraction"] for row in rows] == [row["clip_fraction"] for row in whole.rows()]
     final, start, wanted = weights(cut, 9), weights(cut, 0), weights(whole, 9)
     error, moved = (
         sum(float((w[key] - wanted[key]).square().sum()) for key in wanted) for w in (final, start)
     )
     assert (error / moved) ** 0.5 < 1e-9
-    assert sum(row["clipped_share"] for row in whole.rows()) > 0
+    assert sum(row["clip_fraction"] for row in whole.rows()) > 0
 
 
 def test_the_limit_is_what_the_rule_makes_of_the_norms(runs):
@@ -182,7 +182,7 @@ def test_the_end_counts_entries_groups_and_norms_as_the_rows_do(halved):
         square = row["grad_norm"] ** 2 - norm**2 + min(norm, 0.3) ** 2
         assert row["grad_norm_post_clip"] == pytest.approx(square**0.5, rel=1e-5)  # 1e-6 in it
     rows, clip = applied(halved("heads"))
-    assert clip["own"]["share"] == np.mean([row["clipped_share"] for row in rows])
+    assert clip["own"]["share"] == np.mean([row["clip_fraction"] for row in rows])
     means = np.mean([row["clip_coefficient"] for row in rows])
     assert clip["own"]["coefficient"] == pytest.approx(means)
     assert "moving" in halved("heads").out

@@ -86,7 +86,7 @@ def compare(
     agree(result, want, loss, norm, moved_by)
     clipped = [n * min(1.0, LIMIT / (n + 1e-6)) for n in want.norms]
     np.testing.assert_allclose([r["grad_norm_post_clip"] for r in rows], clipped, rtol=norm)
-    assert [r["clipped_share"] for r in rows] == [float(n > LIMIT) for n in want.norms]
+    assert [r["clip_fraction"] for r in rows] == [float(n > LIMIT) for n in want.norms]
     assert 0 < sum(n > LIMIT for n in want.norms) < len(want.norms)  # the case must show both
 
 
@@ -154,7 +154,7 @@ def test_unmasked_and_unclipped(runs, settings, tokens):
     rows = result.rows()
     np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=1e-12)
     np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=1e-12)
-    assert all(r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in rows)
+    assert all(r["grad_norm"] == r["grad_norm_post_clip"] and not r["clip_fraction"] for r in rows)
 
 
 # What rounding may do. With unit roundoff u (half an ulp) a value that went through D independent

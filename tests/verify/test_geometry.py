@@ -264,7 +264,7 @@ def test_it_knows_every_rule_of_clipping(tmp_path, in_process, rule):
     """And each acts in some window."""
     assert failed(proved(tmp_path, f"clip={rule}", *RULES[rule], steps=4)) == set()
     rows = [row for path in tmp_path.glob("*-*") for row in rows_of(path)]
-    assert any(row.get("clipped_share") for row in rows)
+    assert any(row.get("clip_fraction") for row in rows)
 
 
 def test_attention_logits_are_not_known(tmp_path):

@@ -6,7 +6,7 @@ from llmexp.config.sections import CLIP_RULES
 from llmexp.system.text import number
 
 COLUMNS = (
-    Column("clipped_share", "share clipped", "", 3),
+    Column("clip_fraction", "share clipped", "", 3),
     Column("clipped_heads", "heads clipped", "", 3),
 )
 
@@ -14,8 +14,8 @@ COLUMNS = (
 def figures(record: Record) -> dict[str, float | None]:
     """Return the shares that were clipped: of what the rule of the run clips, and of heads."""
     measures, units = record.status.get("clip", {}).get("measures", {}), declared(record).units
-    whole = {"share": number(record.summary.get("clipped_share"))}
-    found = {"clipped_share": measures.get(units, {}) if units else whole}
+    whole = {"share": number(record.summary.get("clip_fraction"))}
+    found = {"clip_fraction": measures.get(units, {}) if units else whole}
     found["clipped_heads"] = measures.get("heads", {})
     return {key: one.get("share") for key, one in found.items()}
 

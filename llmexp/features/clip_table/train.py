@@ -42,7 +42,7 @@ class ClipTable(Feature):
 
     def summary(self) -> dict[str, Any]:
         norms = self.norms
-        return {"clipped_share": norms.clipped / norms.steps} if norms.steps else {}
+        return {"clip_fraction": norms.clipped / norms.steps} if norms.steps else {}
 
     def status(self) -> dict[str, Any]:
         measures = {}

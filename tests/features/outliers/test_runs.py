@@ -52,8 +52,8 @@ def test_the_spikes_are_flagged_counted_and_reported(whole):
     assert whole.out.count("is an outlier") == len(SPIKES)
     status = whole.json("status.json")
     assert status["summary"]["outlier_steps"] == len(SPIKES)
-    clipped = [r["clipped_share"] for r in rows]
-    assert status["summary"]["clipped_share"] == status["clip"]["share"] == sum(clipped) / 30
+    clipped = [r["clip_fraction"] for r in rows]
+    assert status["summary"]["clip_fraction"] == status["clip"]["share"] == sum(clipped) / 30
     assert {"limit": 1.0, "share": sum(clipped) / 30} == {
         k: v
         for row in status["clip"]["table"]
