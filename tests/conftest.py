@@ -220,7 +220,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def runs() -> Any:
-    from tests.folders import Runs  # which needs this module
+    from tests.runs import Runs  # which needs this module
 
     return Runs(Path(os.environ[RUNS]))
 

@@ -12,7 +12,7 @@ import numpy as np
 from llmexp.__main__ import run as command
 from llmexp.data.tokenizers.training import train_bpe
 from tests.data.common import json_lines, llm_c, megatron, texts_of, wordpieces
-from tests.folders import Runs
+from tests.runs import Runs
 from tests.sweep.running import PAIR
 
 FOUR_STEPS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "checkpoint.every=2"]

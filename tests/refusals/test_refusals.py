@@ -25,8 +25,8 @@ from llmexp.config.kinds import MEANING, kind_of_error
 from llmexp.sweep import planning
 from tests import suggestions
 from tests.conftest import ROOT
-from tests.folders import Runs
 from tests.refusals import homes
+from tests.runs import Runs
 from tests.tiny import TINY
 from tests.tools import amend
 from tests.words import Words
