@@ -273,7 +273,7 @@ def family_of(section: Mapping[str, Any]) -> Family:
     """
     target = section["_target_"]
     ours = [family for family in FAMILIES if family.target == target]
-    if section.get("n_experts"):
+    if ours and section.get("n_experts"):
         _check_experts(section)
     for family in ours:
         if bool(family.experts) != bool(section.get("n_experts")):

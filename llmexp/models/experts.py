@@ -10,6 +10,7 @@ a token is sent to, m places (n x k), d model width, f width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,8 @@ class Router(Weights):
     def forward(self, x_btd: Tensor) -> tuple[Tensor, ...]:
         """Return logits, scores, and of each token its experts and what theirs are weighted by."""
         how, dtype = self.routing, torch.promote_types(x_btd.dtype, torch.float32)
-        with torch.autocast(x_btd.device.type, enabled=False):
+        exact = nullcontext() if x_btd.is_meta else torch.autocast(x_btd.device.type, enabled=False)
+        with exact:  # meta has no autocast
             bias = None if self.bias is None else self.bias.to(dtype)
             logits_bte = F.linear(x_btd.to(dtype), self.weight.to(dtype), bias)
         scores_bte = logits_bte.sigmoid() if how.router == "sigmoid" else logits_bte.softmax(-1)
@@ -93,7 +95,7 @@ class Router(Weights):
         chosen_btk = order_bte[..., : how.per_token]
         weights_btk = scores_bte.gather(-1, chosen_btk)
         if how.norm_topk:
-            weights_btk = weights_btk / weights_btk.sum(-1, keepdim=True)
+            weights_btk = weights_btk / _sum(weights_btk)
         return logits_bte, scores_bte, chosen_btk, weights_btk
 
 
@@ -119,7 +121,7 @@ class Experts(nn.Module):
 
     def forward(self, x_btd: Tensor) -> Tensor:
         logits_bte, scores_bte, chosen_btk, weights_btk = self.router(x_btd)
-        if self.training:
+        if self.training and torch.is_grad_enabled():  # else somebody looks at the model
             self._judge(logits_bte, scores_bte, chosen_btk)
         y_btd = self._routed(x_btd, chosen_btk, weights_btk)
         return y_btd if self.shared is None else y_btd + self.shared(x_btd)
@@ -147,7 +149,7 @@ class Experts(nn.Module):
         """
         how, (_, t, e) = self.routing, scores_bte.shape
         with torch.set_grad_enabled(torch.is_grad_enabled() and how.balance == "sequence"):
-            share_bte = scores_bte / scores_bte.sum(-1, keepdim=True)
+            share_bte = scores_bte / _sum(scores_bte)
             one_btk = torch.ones_like(chosen_btk, dtype=share_bte.dtype)
             load_be = torch.zeros_like(share_bte[:, 0])
             load_be = load_be.scatter_add(1, chosen_btk.flatten(1), one_btk.flatten(1))
@@ -159,6 +161,11 @@ class Experts(nn.Module):
         if self.added_losses is not None:
             weighed = (how.balance_loss, balance_b), (how.z_loss, z_b)
             self.added_losses += [factor * loss for factor, loss in weighed if loss.requires_grad]
+
+
+def _sum(scores: Tensor) -> Tensor:
+    """Return the sum over the last dimension, kept; not 0 where all sigmoids have underflowed."""
+    return scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:

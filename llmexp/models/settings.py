@@ -180,7 +180,7 @@ class Knobs:
         knob(
             "score; how far each step moves the bias of an expert",
             1e-3,
-            above=0,
+            at_least=0,
             acts=where("model.balance", "bias"),
             default=1e-3,
         ),

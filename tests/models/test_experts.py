@@ -129,6 +129,30 @@ def test_equal_scores_go_to_the_first_experts_in_any_batch() -> None:
     assert (biased(x.float())[2] == torch.tensor([1, 3])).all()
 
 
+def test_a_pass_without_gradients_is_not_counted() -> None:
+    """Such as that of figures by layer, in which a compiled model stays in training."""
+    model, seen = mixture(balance="sequence").train(), list[Any]()
+    model.blocks[0].mlp.look = lambda *found: seen.append(found)
+    tokens_bt = batch()[0]
+    with torch.no_grad():
+        model(tokens_bt)
+    assert not seen
+    model(tokens_bt)
+    assert len(seen) == 1
+
+
+def test_shapes_alone_are_enough() -> None:
+    """To plan what is computed again, a model runs where tensors have no memory."""
+    tokens_bt = batch()[0]
+    assert mixture(balance="bias").to("meta")(tokens_bt.to("meta")).is_meta
+
+
+def test_scores_that_underflow_divide_nothing() -> None:
+    model = mixture(router="sigmoid", balance="sequence")
+    model.blocks[0].mlp.router.bias = torch.nn.Parameter(torch.full((5,), -1e4))
+    assert model(batch()[0]).isfinite().all()
+
+
 def test_experts_without_a_token_have_gradients_of_zero() -> None:
     model = mixture(balance="bias", router="sigmoid", experts_per_token=1)
     for block in model.blocks:

@@ -82,7 +82,8 @@ class Load(Feature):
         share_le = load_le * self._n_experts / total_l1
         found = {"load_max": share_le.amax(1), "load_cv": share_le.std(1, correction=0)}
         found |= zip(_MEANS, (means_ln[:, :-1] / means_ln[:, -1:]).unbind(1), strict=True)
-        self._by_layer = found | {"dead": (load_le == 0).sum(1).double()}
+        dead_l = torch.where(total_l1[:, 0] > 0, (load_le == 0).sum(1).double(), math.nan)
+        self._by_layer = found | {"dead": dead_l}
 
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
         return {f"moe/{key}": getattr(self._by_layer[key], how)() for key, how in BY_LAYER.items()}

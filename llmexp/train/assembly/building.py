@@ -338,7 +338,7 @@ def label_of(model: dict[str, Any]) -> str:
     sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", width)) if v]
     if isinstance(width, int) and isinstance(inner, int) and width:
         sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
-    if count := model.get("n_experts"):
+    if is_ours(model["_target_"]) and (count := model.get("n_experts")):
         of = model.get("d_expert") or inner
         sizes.append(f"{count} experts of {of:,}, {model['experts_per_token']} a token")
     return ", ".join([name, *sizes])
