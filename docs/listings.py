@@ -216,6 +216,8 @@ BY_HAND = {
     # needs Ray; three runs of half a minute
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
+    "docs/experts.md": ("experiment=moe_balance",),  # nine runs; tests/features/moe/test_load.py
+    "docs/gallery.md": ("llmexp compare",),  # tests/compare/test_tables.py
     "docs/inside.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
     "docs/laws.md": ("llmexp fit outputs/",),  # ladders of minutes; tests/train/test_ladder.py
     "docs/sweeps.md": ("sweep.decide=true",),  # what the looks find; tests/sweep/test_deciding.py

@@ -17,12 +17,12 @@ __version__ = "0.1.0"
 # The module of each name; the others are functions of commands.
 _PLACES = {
     "Answer": "cli.compare",
-    "ConfigError": "settings.values",
+    "ConfigError": "config.values",
     "Evaluation": "cli.evaluate",
-    "Run": "program.folder",
-    "RunFailed": "program.training",
-    "load": "program.folder",
-    "train": "program.training",
+    "Run": "api.folder",
+    "RunFailed": "api.training",
+    "load": "api.folder",
+    "train": "api.training",
 }
 _COMMANDS = {
     name.replace("next", "next_step"): name
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Called(ModuleType):
-    """A package that is a function of `program` too: llmexp.train([...]), llmexp.compare(...)."""
+    """A package that is a function of `api` too: llmexp.train([...]), llmexp.compare(...)."""
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         return __getattr__(self.__name__.rpartition(".")[2])(*args, **more)

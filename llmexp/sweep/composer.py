@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from llmexp.compose.overrides import loader, note_overrides, parsed
+from llmexp.compose.overrides import loader, note_overrides, parsed, unresolved
 
 
 class Composer:
@@ -23,7 +23,7 @@ class Composer:
 
     def __init__(self, base: DictConfig) -> None:
         self._loader, self.base = loader(), base
-        self._of_hydra = parsed(base.hydra.overrides.hydra)
+        self._of_hydra = parsed(unresolved(base.hydra.overrides)["hydra"])
         parser = OverridesParser.create(config_loader=self._loader)
         self._parse = functools.cache(parser.parse_override)
         self._is_group = functools.cache(self._loader.repository.group_exists)

@@ -28,7 +28,7 @@ STEPS = 24
 KNOBS = [*TINY, "data=synthetic", "optimizer.lr=0.02", "train.seed=3", "hydra.run.dir=run"]
 # What differs between runs that compute the same: times, the machine, places, how they were made.
 APART = re.compile(
-    r"time|per_sec|outside|mfu|memory|eta|path|folder|started|ended|updated|pid|host|hours|cost"
+    r"time|per_sec|overhead|mfu|memory|eta|path|folder|started|ended|updated|pid|host|hours|cost"
 )
 
 

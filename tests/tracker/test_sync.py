@@ -101,7 +101,8 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
         code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
         assert (code, errors) == (0, "")
         said = ["30 of 30 rows sent, finished", "12 of 12 rows sent, failed",
-                "25 of 25 rows sent, cut", "10 of 10 rows sent, ", "left out: it is in training",
+                "25 of 25 rows sent, crashed", "10 of 10 rows sent, ",
+                "left out: it is in training",
                 "left out: it has no rows yet (queued)"]  # fmt: skip
         for run, text, line in zip(runs, said, lines, strict=True):
             assert line.startswith(f"{run.name}: {text}")
@@ -280,7 +281,7 @@ def test_a_run_that_may_train_on_another_host_is_left_out(
     assert "left out: it is in training" in dry_run(run, capsys)[1]
     for file in run.iterdir():
         os.utime(file, (0, 0))
-    assert "30 rows, cut" in dry_run(run, capsys)[1]
+    assert "30 rows, crashed" in dry_run(run, capsys)[1]
 
 
 def test_a_run_that_lost_its_last_rows_is_never_complete(
