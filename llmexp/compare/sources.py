@@ -21,9 +21,9 @@ from llmexp.compare.strangers import (
     records_of,
     state_of,
 )
-from llmexp.compare.tables import flattened, is_table, runs_of
+from llmexp.compare.tables import is_table, runs_of
 from llmexp.config.labels import parse_value
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, flatten
 from llmexp.folders.find import find, paths_of
 from llmexp.system.text import number
 from llmexp.tracker.reading import (
@@ -83,8 +83,8 @@ def _filters(given: str | None) -> dict[str, Any]:
 
 def _other(run: WandbRun) -> OtherRun:
     """Return a run as wandb has it: its config, and its summary as one row."""
-    config = {k: v for k, v in flattened(run.config).items() if not k.startswith(("run.", "_"))}
-    last = _columns([flattened(run.summary)])
+    config = {k: v for k, v in flatten(run.config).items() if not k.startswith(("run.", "_"))}
+    last = _columns([flatten(run.summary)])
     path = Path(run.path if run.scan is None else f"{ONLINE}{run.path}")
     return OtherRun(run.name, config, state_of(run.state), last, path, config)
 

@@ -44,7 +44,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ].*)?")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user says about runs of others."""
+    """Holds the flags of a user about runs that llmexp did not train."""
 
     figure: str | None = None
     better: str | None = None

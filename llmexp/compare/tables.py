@@ -19,7 +19,7 @@ from llmexp.compare.strangers import Asked, OtherRun, axis_in, names_seed, of_fi
 from llmexp.config.commands import how_to_install
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.labels import parse_value
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, flatten
 from llmexp.system.redact import clean
 from llmexp.system.text import listed, number
 
@@ -179,21 +179,10 @@ def _of_rows(path: Path, rows: Sequence[Any]) -> Table:
             raise ConfigError(
                 "bad_data", f'{path}: line {i}: is no object; for example {{"lr": 0.1}}'
             )
-        flat.append(flattened(row))
+        flat.append(flatten(row))
     return {
         k: [_plain(row.get(k)) for row in flat] for k in dict.fromkeys(k for r in flat for k in r)
     }
-
-
-def flattened(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return a mapping with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            found |= flattened(value, f"{before}{key}.")
-        else:
-            found[f"{before}{key}"] = value
-    return found
 
 
 def _parquet(path: Path) -> Any:

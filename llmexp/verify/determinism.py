@@ -26,7 +26,7 @@ ROWS: TextColumn = ("metrics rows, but for times and memory", ("rows",))
 
 
 class Remains:
-    """What a recorded run has left. Raises ConfigError for what is damaged."""
+    """Reads what a recorded run has left. Raises ConfigError for what is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -90,7 +90,7 @@ def _by_norm(at: Clipping, norm: float, error: float) -> None:
 
 @dataclass
 class Followed:
-    """What a run should leave: figures of its rows, a list each of a figure a step, and its end.
+    """Holds what a run should leave: figures of its rows, a list each of one a step, and its end.
 
     A step without a valid target has no loss and no norm.
     """
