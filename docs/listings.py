@@ -87,9 +87,9 @@ LISTINGS = (
         (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
         (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
     ),
-    Listing("docs/exchange.md", "evaluate run", ("(set|val) ",), before=(TRAINED,)),
+    Listing("docs/huggingface.md", "evaluate run", ("(set|val) ",), before=(TRAINED,)),
     Listing(
-        "docs/exchange.md",
+        "docs/huggingface.md",
         "python -c 'from transformers import AutoModelForCausalLM, AutoTokenizer; "
         'ids = AutoTokenizer.from_pretrained("my-model")("import torch", return_tensors="pt")'
         ".input_ids; "
@@ -97,7 +97,7 @@ LISTINGS = (
         before=(TRAINED, EXPORTED),
     ),
     Listing(
-        "docs/branches.md",
+        "docs/forks.md",
         "train -m fork.run=trunk fork.step=50,100,200 schedule=cooldown hydra.sweep.dir=cooldowns",
         (r"No ranking", r"from  ", r" +\d+  ", r"page  "),
         before=(TRUNK,),
@@ -116,13 +116,13 @@ LISTINGS = (
         (*SMALL, "train.max_steps=10", "train.eval_tokens=512"),
     ),
     Listing(
-        "docs/branches.md",
+        "docs/forks.md",
         "resume trunk train.max_steps=400",
         (r"the warm-up stays",),
         before=(LONG,),
     ),
     Listing(
-        "docs/branches.md",
+        "docs/forks.md",
         "resume cut train.max_steps=20",
         code=2,
         before=(
@@ -149,9 +149,9 @@ LISTINGS = (
         code=2,
         before=(AVERAGED,),
     ),
-    Listing("docs/exchange.md", EXPORTED, before=(TRAINED,)),
+    Listing("docs/huggingface.md", EXPORTED, before=(TRAINED,)),
     Listing(
-        "docs/exchange.md",
+        "docs/huggingface.md",
         "plan model.init_from=my-model model.d_ff=256 model.vocab_size=384",
         code=2,
         before=(TRAINED, EXPORTED),
@@ -176,7 +176,7 @@ LISTINGS = (
         (*SMALL, "batch.memory_gib=8"),
     ),
     Listing(
-        "docs/scaling.md",
+        "docs/hyperparameter-transfer.md",
         "plan optimizer.rule=step_law train.tokens_per_parameter=20 precision=fp32 tracker=none",
         ("rule  ",),
     ),
@@ -216,10 +216,10 @@ BY_HAND = {
     # needs Ray; three runs of half a minute
     "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
-    "docs/experts.md": ("experiment=moe_balance",),  # nine runs; tests/features/moe/test_load.py
+    "docs/moe.md": ("experiment=moe_balance",),  # nine runs; tests/features/moe/test_load.py
     "docs/gallery.md": ("llmexp compare",),  # tests/compare/test_tables.py
-    "docs/inside.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
-    "docs/laws.md": ("llmexp fit outputs/",),  # ladders of minutes; tests/train/test_ladder.py
+    "docs/diagnostics.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
+    "docs/scaling-laws.md": ("llmexp fit outputs/",),  # minutes; tests/train/test_ladder.py
     "docs/sweeps.md": ("sweep.decide=true",),  # what the looks find; tests/sweep/test_deciding.py
 }
 

@@ -1,4 +1,4 @@
-"""The loop of docs/agents.md runs as it stands there, with fewer steps and runs."""
+"""The loop of docs/automation.md runs as it stands there, with fewer steps and runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.usefixtures("forking")
 def test_the_loop_of_the_page_decides(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/automation.md").read_text(encoding="utf-8")
     (loop,) = re.findall(r"```python\n(.*?)```", page, re.S)
     assert len(loop.splitlines()) <= 36
     for there, instead in (

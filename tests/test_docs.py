@@ -110,7 +110,7 @@ def test_a_package_lists_its_files(package):
 
 
 def test_the_kinds_of_refusals_are_those_of_the_list_and_each_is_used():
-    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("| kind |")[2]
+    page = (ROOT / "docs/automation.md").read_text(encoding="utf-8").partition("| kind |")[2]
     listed = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.M)
     assert dict(listed) == MEANING
     assert list(MEANING) == list(typing.get_args(Kind))

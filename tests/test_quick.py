@@ -16,7 +16,7 @@ from tools.quick import NAMED, near
         ("llmexp/verify/page.css", "tests/verify/"),
         ("llmexp/verify/gone.py", "tests/verify/"),
         ("tools/rooms.py", "tests/test_docs.py"),
-        ("docs/laws.md", "tests/test_docs.py"),
+        ("docs/scaling-laws.md", "tests/test_docs.py"),
     ],
 )
 def test_the_nearest_tests_are_among_the_first(file, first):
@@ -24,6 +24,6 @@ def test_the_nearest_tests_are_among_the_first(file, first):
 
 
 def test_a_room_is_near_to_each_of_its_files_and_what_is_named_is_there():
-    found = near(["llmexp/compare/inference.py", "docs/laws.md"])
+    found = near(["llmexp/compare/inference.py", "docs/scaling-laws.md"])
     assert {f"tests/compare/{p.name}" for p in ROOT.glob("tests/compare/test_*.py")} <= {*found}
     assert all((ROOT / test).exists() for tests in NAMED.values() for test in tests)

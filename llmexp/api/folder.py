@@ -91,7 +91,7 @@ class Run:
     def layers(self) -> Any:
         """Return the figures layer by layer as a data frame, a row for each module of each step.
 
-        It is empty where `metrics.layers_every` was null; the columns are in docs/inside.md.
+        It is empty where `metrics.layers_every` was null; the columns are in docs/diagnostics.md.
         """
         return framed(list(read_layers(self.path)))
 

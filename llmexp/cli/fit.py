@@ -83,7 +83,7 @@ def fit(
     """Fit scaling laws: the best size for a budget, the loss there, and what a change saves.
 
     A PATH may be a CSV file with N, D, loss (and C). FILE is .json or the page, .html. See
-    docs/laws.md.
+    docs/scaling-laws.md.
     """
     check_out(out, _FORMS)
     found = answer.fit(paths_of(paths), form=form, by=by, count=count, predict=predict)

@@ -52,7 +52,7 @@ def of_hooks(hooks: Sequence[tuple[str, Callable[..., Any]]], setup: Setup) -> l
 
 
 class UserHooks(Feature):
-    """Call the user's functions, here and nowhere else, at the events that docs/own.md names.
+    """Call the user's functions, and only here, at the events of docs/custom-parts.md.
 
     Finite figures that they return are kept for the row of this step where there will be one.
     """

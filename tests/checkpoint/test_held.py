@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.slow
 def test_four_ranks_hold_no_more_than_their_shares():
-    """Of 23 M parameters, by the benchmark that docs/large.md has figures of."""
+    """Of 23 M parameters, by the benchmark that docs/large-models.md has figures of."""
     command = [sys.executable, "benchmarks/held.py", "--layers", "4", "--width", "512"]
     done = subprocess.run(
         [*command, "--vocabulary", "20000"], cwd=ROOT, capture_output=True, text=True, check=False

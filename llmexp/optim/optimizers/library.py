@@ -32,7 +32,7 @@ PACKAGES = ("torch.optim", "schedulefree", "torchao.optim", "pytorch_optimizer")
 # Code that may not be used for everything, by the licence in its file or its project.
 RESEARCH_ONLY = (
     "its licence, CC BY-NC-SA 4.0, is for research only; llmexp does not offer it; a function of "
-    "your own may return it: docs/own.md"
+    "your own may return it: docs/custom-parts.md"
 )
 NOT_OFFERED = {
     "pytorch_optimizer.Fromage": RESEARCH_ONLY,
