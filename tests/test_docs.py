@@ -74,7 +74,7 @@ def test_the_tour_has_ten_stops_of_one_evening():
 
 
 def test_the_keys_of_a_row_are_those_of_the_table():
-    page = (ROOT / "docs/semantics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     rows = page.partition("\n## Rows\n")[2].partition("\n## ")[0]
     named = re.findall(r"^\|([^|]*)\|", rows, re.M)
     assert sorted(re.findall(r"`([^`]+)`", " ".join(named))) == sorted(ROW_KEYS)

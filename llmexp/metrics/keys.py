@@ -1,6 +1,6 @@
 """The keys of a row of metrics.jsonl: how each is called, rounded and judged, in one table.
 
-Console, tables, page, proofs and tracker take it from here; docs/semantics.md says what they mean.
+Console, tables, page, proofs and tracker take it from here; docs/metrics.md says what they mean.
 """
 
 from __future__ import annotations
