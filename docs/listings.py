@@ -197,13 +197,13 @@ LISTINGS = (
     Listing(
         "docs/verify.md",
         "verify resume",
-        (r"[vk]", "PASS", "-"),
+        (r"[vk]", r"PASS  (killed|resumed|parameters after|moments after)", "PASS: "),
         (*SMALL, "--steps=6"),
     ),
     Listing(
         "docs/verify.md",
         "verify geometry precision=fp32",
-        (r"verify ", r"\d+ steps", "PASS  fp.*two ranks", "PASS: "),
+        (r"verify ", r"\d+ steps", "PASS  fp64.*two ranks", "PASS: "),
         SMALL,
     ),
 )
