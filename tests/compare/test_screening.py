@@ -88,7 +88,7 @@ def test_few_discoveries_are_false_and_large_effects_are_found(active, seeds, pa
 @pytest.mark.parametrize("pairs", [0, 1, 2])
 @pytest.mark.parametrize("active", range(8))
 def test_what_16_runs_of_7_knobs_find(active, pairs):
-    """With -s this prints the table of docs/sweeps.md."""
+    """With -s this prints the table of benchmarks/results/statistics.md."""
     false, found = simulated(7, 16, active, 1, 4000, pairs)
     print(f"{active} knobs, {pairs} pairs: false {false:.1%}, found {found:.0%}")
     assert false <= at_most(0.05, 4000)

@@ -186,7 +186,7 @@ def test_a_count_in_which_sizes_do_not_differ_has_no_exponent():
     assert Surface(Ladder("x", points), "head").other_counts == {}
 
 
-# As `pytest -s -m slow` prints them for docs/scaling-laws.md.
+# As `pytest -s -m slow` prints them for benchmarks/results/statistics.md.
 DRAWS = 500
 # Three standard errors of 500 draws at 95 % are 0.029. Small grids are known to be wider.
 LEAST, MOST = 0.92, 0.985
