@@ -14,12 +14,11 @@ from llmexp.cli.running import Out, Paths, check_out, paths_of, words_in, write_
 from llmexp.compare import comparing, table
 from llmexp.compare.comparing import NEGLIGIBLE
 from llmexp.compare.figures import UNITS
+from llmexp.compare.projects import send_marks
 from llmexp.compare.records import Result
-from llmexp.compare.sources import ONLINE
 from llmexp.compare.strangers import Asked
 from llmexp.config.values import ConfigError, choice, knob
 from llmexp.system.text import columns, framed
-from llmexp.tracker.reading import send_marks
 
 MinEffect = Annotated[
     float | None,
@@ -134,9 +133,7 @@ def compare(
     asked = Asked(figure, better, words_in(by), seed, curves, filter)
     found = runs_compared(paths, "compare", target=target, asked=asked, **how)
     if answer:
-        marks = {str(path): mark for path, mark in table.marks_of(found).items()}
-        there = {p.removeprefix(ONLINE): m for p, m in marks.items() if p.startswith(ONLINE)}
-        send_marks(there)
+        send_marks(table.marks_of(found))
     write_out(out, _FORMS, found)
     return Answer(found, why)
 

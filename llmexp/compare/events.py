@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llmexp.compare.strangers import OtherRun
 from llmexp.config.commands import need_package
@@ -34,28 +33,23 @@ def runs_of_events(folders: list[Path]) -> list[OtherRun]:
     """
     need_package("tensorboard", str(folders[0]), "an event file of TensorBoard")
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    array = importlib.import_module("tensorboard.util.tensor_util").make_ndarray
     runs = []
     for folder in folders:
         read = events.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
         read.Reload()
+        rows = defaultdict[int, dict[str, Any]](dict)  # the last of a step counts
+        for tag in read.Tags()["scalars"]:
+            for event in read.Scalars(tag):
+                rows[event.step][tag] = event.value
+        for tag in read.Tags()["tensors"]:
+            for event in read.Tensors(tag):
+                if (value := array(event.tensor_proto)).size == 1:
+                    rows[event.step][tag] = value.item()
+        looks = [{"step": step, **row} for step, row in rows.items()]
         given = {k: parse_value(v) for k, v in _PAIR.findall(str(folder))}
-        curve = _curve(read)
-        runs.append(OtherRun(clean(folder.name), given, "", curve, folder, given))
+        runs.append(OtherRun(clean(folder.name), given, "", looks, folder, given))
     if not any(run.values for run in runs):
         for run in runs:
             run.values = run.config = {"run": run.name}
     return runs
-
-
-def _curve(read: Any) -> dict[str, np.ndarray]:
-    """Return all scalars of a run over the steps at which it has any; the last of a step counts."""
-    tags: dict[str, dict[int, float]] = {}
-    for tag in read.Tags()["scalars"]:
-        tags[tag] = {e.step: e.value for e in read.Scalars(tag)}
-    for tag in read.Tags().get("tensors", ()):
-        one = {e.step: e.tensor_proto.float_val for e in read.Tensors(tag)}
-        found = {step: float(values[0]) for step, values in one.items() if len(values) == 1}
-        tags |= {tag: found} if found else {}
-    steps = sorted({step for values in tags.values() for step in values})
-    columns = {k: np.array([v.get(s, np.nan) for s in steps]) for k, v in tags.items()}
-    return {"step": np.array(steps, dtype=float)} | columns

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,22 @@ class Asked:
         return [f"--{name}" for name, value in vars(self).items() if value]
 
 
+Row = dict[Any, Any]  # plain values by key
+
+
 @dataclass
 class OtherRun:
     """A run that llmexp did not train, as its source gives it."""
 
     name: str
-    values: Mapping[str, Any]  # settings and last figures by key
+    values: Row  # of the whole run: settings, seed, last figures
     state: str  # one of runs.folder.STATES, or empty
-    curve: Mapping[str, np.ndarray] | None  # figures, steps and tokens, a value for each look
+    rows: Sequence[Row]  # figures, steps and tokens at each look at it
     path: Path
     # keys of `values` that are settings and no figures, where the source tells them apart
-    config: Mapping[str, Any] | None = None
+    config: Row | None = None
+    # of wandb: returns its rows that have all of some keys
+    fetch: Callable[[Sequence[str]], Sequence[Row]] | None = None
 
 
 def _words(key: str) -> list[str]:
@@ -104,43 +109,28 @@ def records_of(
     runs: Sequence[OtherRun], asked: Asked, figure: str, said: list[str]
 ) -> list[Record]:
     """Return runs as records. Raises ConfigError for what cannot be guessed and said."""
-    better = _better(figure, asked.better)
+    better = {figure: _better(figure, asked.better)}
     seed = asked.seed or _seed(runs, asked, said)
-    by = asked.by or _settings(runs, figure, seed, said)
-    names = Counter[str]()
-    found = []
+    by = tuple(asked.by or _settings(runs, figure, seed, said))
     # 1 and 1.0 are one value
     mixed = {k for k in by if any(isinstance(run.values.get(k), float) for run in runs)}
+    names, found = Counter[str](), list[Record]()
     for run in runs:
         names[run.name] += 1
         name = run.name if names[run.name] == 1 else f"{run.name} ({names[run.name]})"
-        given = run.values.get(seed) if seed else None
-        if isinstance(given, float) and given.is_integer():
-            given = int(given)
-        config = {key: run.values.get(key) for key in by}
+        config = {k: run.values.get(k) for k in by}
         config |= {k: float(v) for k, v in config.items() if k in mixed and type(v) is int}
-        config[SEED] = own_seed(name) if given is None else given
-        columns, steps = _curve(run, figure, {*by, seed})
-        facts: dict[str, Any] = {"better": {figure: better}}
+        given = run.values.get(seed or "")
+        whole = isinstance(given, float) and given.is_integer()
+        config[SEED] = own_seed(name) if given is None else int(given) if whole else given
+        columns, steps = _curve(run.rows, figure, {*by, seed})
+        facts: dict[str, Any] = {"better": better}
         if {"steps", "tokens"} <= steps.keys():
-            apart = [np.diff(steps[axis], prepend=0.0) for axis in ("tokens", "steps")]
-            facts["tokens_per_step"] = float(np.max(apart[0] / np.maximum(apart[1], 1.0)))
-        found.append(
-            Record(
-                path=run.path,
-                name=name,
-                sweep=None,
-                state=run.state,
-                config=config,
-                facts=facts,
-                status={},
-                columns=columns,
-                steps=steps,
-                swept=tuple(by),
-                foreign=True,
-                measured=figure,
-            )
-        )
+            more, of = (np.diff(steps[axis], prepend=0.0) for axis in ("tokens", "steps"))
+            facts["tokens_per_step"] = float(np.max(more / np.maximum(of, 1.0)))
+        known: dict[str, Any] = {"columns": columns, "steps": steps, "swept": by}
+        known |= {"foreign": True, "measured": figure}
+        found.append(Record(run.path, name, None, run.state, config, facts, {}, **known))
     if not any(np.isfinite(r.columns[figure]).any() for r in found):
         text = "no run has a number of that name; a decimal sign is a point, such as 2.9"
         raise ConfigError("cannot_compare", f"--figure {figure}: {text}")
@@ -148,12 +138,20 @@ def records_of(
 
 
 def _keys(runs: Iterable[OtherRun]) -> list[str]:
-    return list(dict.fromkeys(k for run in runs for k in (*run.values, *(run.curve or ()))))
+    return list(dict.fromkeys(k for run in runs for row in (run.values, *run.rows) for k in row))
 
 
 def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
-    """Return the figure that is judged. Raises ConfigError where it must be asked."""
+    """Return the figure that is judged.
+
+    Raises ConfigError where it must be asked, and for what was asked for and no run has.
+    """
     keys = _keys(runs)
+    given = [("figure", asked.figure), ("seed", asked.seed), *(("by", key) for key in asked.by)]
+    for flag, key in given:
+        if key and key not in keys:
+            text = f"no run has it.{nearest(key, keys)} There are {listed(keys, 20)}"
+            raise ConfigError("unknown_row", f"--{flag} {key}: {text}")
     if asked.figure:
         return asked.figure
     for usual in _USUAL:
@@ -221,34 +219,28 @@ def _settings(
     Numbers are told from figures by their names, and by values that several runs share. Raises
     ConfigError where that tells nothing.
     """
-    given = [run.config if run.config is not None else run.values for run in runs]
-    keys = dict.fromkeys(k for values in given for k in values)
-    known = [k for k in keys if k not in (figure, seed) and not names_seed(k)]
-    found, open_, many = list[str](), list[str](), len(runs) > 2
+    typed = runs[0].config is not None
+    keys = dict.fromkeys(k for run in runs for k in (run.config if typed else run.values) or ())
+    no = is_execution if typed else of_figures
+    known = [
+        k for k in keys if k not in (figure, seed) and not (names_seed(k) or axis_in(k) or no(k))
+    ]
+    found, unclear = list[str](), list[str]()
     for key in _varying(runs, known):
         values = [v for run in runs if (v := run.values.get(key)) is not None]
-        texts = any(isinstance(v, str) for v in values)
-        shared = len(set(map(repr, values))) <= len(values) / 2
-        config = runs[0].config is not None
-        if axis_in(key) or all(_DATE.fullmatch(str(v)) for v in values):
+        shared = len(set(map(repr, values))) <= len(values) / 2 or len(runs) < 3
+        if all(_DATE.fullmatch(str(v)) for v in values):
             continue
-        if is_execution(key) if config else of_figures(key):
-            continue
-        if texts and not shared and many and len(known) > 1:
-            continue  # it names the run
-        if shared or texts or config or not many:
-            found.append(key)
+        if any(isinstance(v, str) for v in values):
+            if shared or len(known) == 1:  # else it names the run
+                found.append(key)
         else:
-            open_.append(key)
-    if len(open_) == 1 and not found:
-        found, open_ = open_, []
-    if open_:
-        raise ConfigError(
-            "missing_value",
-            f"which columns are settings, and which are figures? {listed(open_, 8)} may be either; "
-            f"name all settings, such as --by {','.join([*found, *open_][:3])}",
-        )
-    if found:
+            (found if shared or typed else unclear).append(key)
+    if len(unclear) > 1 or (found and unclear):
+        text = "which columns are settings, and which are figures? "
+        text += f"{listed(unclear, 8)} may be either; name all settings, such as --by "
+        raise ConfigError("missing_value", text + ",".join([*found, *unclear][:3]))
+    if found := found or unclear:
         said.append(
             f"Settings: {listed(found, 8)}, what varies and is no figure (--by names them)."
         )
@@ -256,40 +248,27 @@ def _settings(
 
 
 def _curve(
-    run: OtherRun, figure: str, settings: Collection[str | None]
+    rows: Sequence[Row], figure: str, settings: Collection[str | None]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the figures of a run at each of its looks, and their places by axis where known."""
-    rows = run.curve
-    if rows is None:
-        last = {k: number(v) for k, v in run.values.items()}
-        rows = {k: np.array([np.nan if v is None else v]) for k, v in last.items()}
-    count = len(next(iter(rows.values()), ()))
-    places = {axis: rows[k] for axis in _AXES for k in reversed(list(rows)) if axis_in(k) == axis}
-    known = (places[a] for a in _AXES if a in places and np.isfinite(places[a]).any())
-    first = next(known, np.arange(1.0, count + 1))
-    order = np.argsort(first, kind="stable")
-    order = order[np.isfinite(first[order])]
-    last_ones = np.append(np.diff(first[order]) > 0, True)[: len(order)]
-    order = order[last_ones]  # what was logged twice counts as it was logged last
-    steps = {axis: at[order] for axis, at in places.items()}
+    table, count = dict[str, np.ndarray](), len(rows)
+    for key in dict.fromkeys(k for row in rows for k in row):
+        column = np.array([number(row.get(key)) for row in rows], dtype=float)  # None is NaN
+        if np.isfinite(column).any():
+            table[key] = column
+    # the first of an axis counts, wandb's own (_step) after all others
+    places = dict[str, np.ndarray]()
+    for key in sorted(table, key=lambda k: k.startswith("_")):
+        places.setdefault(axis_in(key), table[key])
+    places.pop("", None)
+    first = next((places[a] for a in _AXES if a in places), np.arange(1.0, count + 1))
+    known, at = np.unique(first[::-1], return_index=True)
+    order = count - 1 - at[np.isfinite(known)]  # what was logged twice counts as it was last
+    steps = {axis: where[order] for axis, where in places.items()}
     steps = {
-        axis: at for axis, at in steps.items()
-        if len(at) and np.isfinite(at).all() and (np.diff(at) >= 0).all() and at[-1] > 0
+        axis: where for axis, where in steps.items()
+        if len(where) and (np.diff(where, prepend=0.0) >= 0).all() and where[-1] > 0
     }  # fmt: skip
-    columns = {"step": np.arange(1.0, len(order) + 1)}
-    for key, values in rows.items():
-        column = np.where(np.abs(values[order]) < 1e300, values[order], np.nan)
-        if key not in settings and not axis_in(key) and np.isfinite(column).any():
-            columns[key] = column
-    columns.setdefault(figure, np.full(len(order), np.nan))
-    return columns, steps
-
-
-def check_keys(runs: Sequence[OtherRun], asked: Asked) -> None:
-    """Raise ConfigError for a key that no run has."""
-    known = _keys(runs)
-    for flag, keys in (("figure", [asked.figure]), ("seed", [asked.seed]), ("by", asked.by)):
-        for key in filter(None, keys):
-            if key not in known:
-                text = f"no run has it.{nearest(key, known)} There are {listed(known, 20)}"
-                raise ConfigError("unknown_row", f"--{flag} {key}: {text}")
+    figures = {k: v[order] for k, v in table.items() if k not in settings and not axis_in(k)}
+    empty = {figure: np.full(len(order), np.nan)}
+    return {"step": np.arange(1.0, len(order) + 1)} | empty | figures, steps

@@ -4,8 +4,7 @@ In reading order:
 
 fields   what a run is called there, and how far the mirror has come
 stores   four calls for any tracker; TensorBoard, MLflow and Trackio
-wandb    the same four calls; no other file imports wandb
-reading  runs of others out of wandb: a project, offline folders
+wandb    the same four calls; no other file but compare/projects imports wandb
 mirror   rows on their way, live and afterwards; the trackers of a run
 answer   the answer of a sweep, and the verdicts in its runs' summaries
 views    a saved workspace of a sweep in wandb

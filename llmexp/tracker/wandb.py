@@ -1,4 +1,4 @@
-"""Call wandb. No other file but reading.py imports it."""
+"""Call wandb. No other file but compare/projects.py imports it."""
 
 from __future__ import annotations
 
@@ -306,8 +306,8 @@ def has_login(settings: Any) -> bool:
     return urlsplit(settings.base_url).netloc in passwords or "default" in passwords
 
 
-def check_login() -> None:
-    """Raise ConfigError when nothing can be uploaded from here, with the way to change that."""
+def check_login(what: str = "nothing could be uploaded") -> None:
+    """Raise ConfigError when no server can be asked from here, with the way to change that."""
     problem = ""
     kind: Kind = "missing_value"
     try:
@@ -319,9 +319,7 @@ def check_login() -> None:
         kind = "missing_package"
         problem = f"wandb cannot be imported ({one_line(error)}); to install it: pip install wandb"
     if problem:
-        raise ConfigError(
-            kind, f"nothing could be uploaded: {problem}; then the same command again"
-        )
+        raise ConfigError(kind, f"{what}: {problem}; then the same command again")
 
 
 def forget_wandb(*, kill: bool) -> None:

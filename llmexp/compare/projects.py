@@ -1,0 +1,215 @@
+"""Read runs out of wandb: a project by its public API, offline folders without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from llmexp.compare.strangers import OtherRun, Row, axis_in, state_of
+from llmexp.config.labels import parse_value
+from llmexp.config.values import ConfigError, flatten
+from llmexp.data.cache import cache_folder, cached
+from llmexp.system.text import one_line
+from llmexp.tracker.wandb import AT_A_TIME, JOB_TYPE, check_login, forget_wandb, mark_runs
+
+ONLINE = "wandb:"  # begins what names a project
+SILENT_S = 45.0  # that a server may take for an answer
+_TIMEOUT_S, _PAGE = 20, 100
+_BLOCK, _HEAD = 1 << 15, 7  # bytes of a block of a .wandb file, and of what begins a piece
+
+
+def project_runs(where: str, filters: str | None) -> list[OtherRun]:
+    """Return the runs of wandb:ENTITY/PROJECT[/GROUP], but for answers. Raises ConfigError."""
+    entity, project, group = (*where.removeprefix(ONLINE).split("/", 2), "", "")[:3]
+    if not entity or not project:
+        text = "an entity and a project are needed; for example wandb:someone/llmexp"
+        raise ConfigError("missing_value", f"{where}: {text}")
+    chosen = _filters(filters) | ({"group": group} if group else {})
+    check_login(where)
+
+    def work(tell: Callable[[str], None]) -> list[OtherRun]:
+        import wandb
+
+        tell("the server is asked")
+        path, found = f"{entity}/{project}", list[OtherRun]()
+        api = wandb.Api(timeout=_TIMEOUT_S)
+        runs = api.runs(path, filters=chosen, per_page=_PAGE, lazy=False)
+        for run in runs:
+            tell(f"{len(found)} of {len(runs)} runs listed")
+            if getattr(run, "job_type", None) != JOB_TYPE:
+                found.append(_listed(run, f"{ONLINE}{path}/{run.id}"))
+        return found
+
+    if found := _watched(where, work):
+        return found
+    raise ConfigError("cannot_compare", f"{where}: there is no run, or none that --filter takes")
+
+
+def _filters(given: str | None) -> dict[str, Any]:
+    """Return what the server is to choose by: KEY=VALUE,... or JSON, as its API takes it."""
+    try:
+        if not given or given.lstrip().startswith("{"):
+            return dict(json.loads(given or "{}"))
+        return {k.strip(): parse_value(v) for k, v in (p.split("=") for p in given.split(","))}
+    except ValueError:
+        text = "is neither KEY=VALUE nor JSON; for example --filter config.lr=0.1,state=finished"
+        raise ConfigError("wrong_type", f"--filter {given}: {text}") from None
+
+
+def _listed(run: Any, path: str) -> OtherRun:
+    heartbeat = getattr(run, "heartbeat_at", None)
+
+    def fetch(keys: Sequence[str]) -> Any:
+        def scan() -> list[Any]:
+            return [*run.scan_history(keys=[*keys], use_cache=False)]
+
+        about = [path, str(heartbeat), keys]
+        return cached(cache_folder(None), "wandb", about, (), scan) if heartbeat else scan()
+
+    name = getattr(run, "display_name", None) or run.id
+    config, last = _flat(run.config), [_flat(run.summary_metrics)]
+    return OtherRun(name, config, state_of(run.state), last, Path(path), config, fetch)
+
+
+def _flat(given: Mapping[str, Any]) -> Row:
+    """Return a config or a summary without what wandb and llmexp add, but for steps and seconds."""
+    found = flatten(given)
+    return {k: found[k] for k in found if not k.startswith(("_", "run.")) or axis_in(k)}
+
+
+def fetch_figure(runs: Sequence[OtherRun], figure: str) -> None:
+    """Give runs of wandb the rows that have the figure; without any their summaries stand.
+
+    Those of a server are kept in the cache folder by run and heartbeat. Raises ConfigError.
+    """
+
+    def one(run: OtherRun) -> None:
+        assert run.fetch is not None
+        axes = {axis_in(k): k for k in reversed(run.rows[0]) if not k.startswith("_")}
+        places = [k for axis, k in axes.items() if axis]
+        for keys in ([figure, *places, "_step"], [figure, "_step"]):
+            if rows := run.fetch(keys):
+                run.rows = [{k: row[k] for k in keys} for row in rows]
+                return
+
+    def work(tell: Callable[[str], None]) -> None:
+        with ThreadPool(AT_A_TIME) as pool:
+            for i, _ in enumerate(pool.imap_unordered(one, asked), 1):
+                tell(f"rows of {i} of {len(asked)} runs")
+
+    if asked := [run for run in runs if run.fetch]:
+        _watched(str(asked[0].path), work)
+
+
+def send_marks(marks: Mapping[Path, dict[str, Any]]) -> None:
+    """Put values into the summaries of runs of wandb by their paths. Raises ConfigError."""
+    there = {str(p).removeprefix(ONLINE): m for p, m in marks.items() if str(p).startswith(ONLINE)}
+    if not there:
+        text = "is of runs of wandb; for example llmexp compare wandb:someone/llmexp --answer"
+        raise ConfigError("idle_knob", f"--answer: {text}")
+
+    def work(tell: Callable[[str], None]) -> None:
+        paths = [*there]
+        for i in range(0, len(paths), AT_A_TIME):
+            tell(f"{i} of {len(paths)} runs marked")
+            mark_runs({path: there[path] for path in paths[i : i + AT_A_TIME]})
+
+    _watched("wandb", work)
+
+
+def _watched(what: str, work: Callable[[Callable[[str], None]], Any]) -> Any:
+    """Do work that tells its progress in a line; raise ConfigError for a server that is silent."""
+    moved, shown = [time.monotonic()], sys.stderr.isatty()
+
+    def tell(text: str) -> None:
+        moved[0] = time.monotonic()
+        if shown:
+            print(f"\r{what}: {text}\033[K", end="", file=sys.stderr, flush=True)
+
+    done = ThreadPool(1).apply_async(work, (tell,))
+    while not done.ready() and time.monotonic() - moved[0] < SILENT_S:
+        done.wait(0.1)
+    if shown:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    try:
+        if not done.ready():
+            raise TimeoutError(f"no answer for {SILENT_S:.0f} s")
+        return done.get()
+    except Exception as error:
+        forget_wandb(kill=True)
+        text = "is the name right, and the server there? Runs that are here are read offline"
+        text = f"{what}: {one_line(error)}; {text}: wandb/offline-run-*"
+        raise ConfigError("network", text) from None
+
+
+def offline_files(path: Path) -> list[Path]:
+    """Return the .wandb files of a run's folder in wandb's, or of a folder of these."""
+    if path.suffix == ".wandb":
+        return [path]
+    return sorted(path.glob("*.wandb")) or sorted(path.glob("*run-*/*.wandb"))
+
+
+def offline_run(path: Path) -> OtherRun:
+    """Return a run out of a .wandb file, as far as it was written. Raises ConfigError."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    name, state, rows = path.stem.removeprefix("run-"), "", list[dict[str, Any]]()
+    config, summary = dict[str, Any](), dict[str, Any]()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError("disk", f"{path}: cannot be read: {error.strerror}") from None
+    if data[:4] != b":W&B":
+        raise ConfigError("damaged_file", f"{path}: is no file of wandb; name its folder")
+    for piece in _records(data):
+        record = Record()
+        try:
+            record.ParseFromString(piece)
+        except Exception:  # protobuf's own
+            break
+        name = record.run.display_name or name
+        config |= _items(record.run.config.update) | _items(record.config.update)
+        summary |= _items(record.summary.update)
+        if row := _items(record.history.item):
+            rows.append({"_step": record.history.step.num} | row)
+        if record.HasField("exit"):
+            state = "failed" if record.exit.exit_code else "finished"
+
+    def fetch(keys: Sequence[str]) -> list[Row]:
+        return [row for row in map(flatten, rows) if row.keys() >= {*keys}]
+
+    known = _flat(config)
+    return OtherRun(name, known, state, [_flat(summary)], path.parent, known, fetch)
+
+
+def _items(items: Any) -> dict[str, Any]:
+    """Return those of a record that are JSON."""
+    found = dict[str, Any]()
+    for item in items:
+        with contextlib.suppress(ValueError):
+            found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+    return found
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of LevelDB: pieces with a header, in blocks, up to a torn one."""
+    at, whole = _HEAD, b""
+    while at + _HEAD <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < _HEAD:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        piece = data[at + _HEAD : at + _HEAD + size]
+        if not 1 <= kind <= 4 or len(piece) < size:
+            return
+        at += _HEAD + size
+        whole = piece if kind in (1, 2) else whole + piece  # a first one begins anew
+        if kind in (1, 4):
+            yield whole
