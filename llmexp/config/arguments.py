@@ -23,7 +23,7 @@ from llmexp.config.kinds import Kind
 from llmexp.config.parts import declared
 from llmexp.config.values import ConfigError, Knob
 
-JSON_HELP = "print the answer as JSON_HELP"
+JSON_HELP = "print the answer as JSON"
 
 
 class Parser(argparse.ArgumentParser):
