@@ -213,8 +213,8 @@ BY_HAND = {
     "docs/verify.md": ("verify transfer",),  # two minutes; tests/verify/test_transfer.py
     "docs/clipping.md": ("experiment=clip_rules",),  # 16 runs; tests/compare/test_output.py
     "docs/averages.md": ("train.ema=0.98",),  # a part of a row; tests/features/ema/test_averages.py
-    # needs Ray; three runs of half a minute
-    "docs/corpus.md": ("prepare.on=ray", "experiment=mix tracker=none", "compare mixed"),
+    # three runs of half a minute
+    "docs/corpus.md": ("experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
     "docs/moe.md": ("experiment=moe_balance",),  # nine runs; tests/features/moe/test_load.py
     "docs/gallery.md": ("llmexp compare",),  # tests/compare/test_tables.py
