@@ -113,9 +113,8 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
     for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
             name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            way = "--config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
-            text = "has no meaning here; your own files are options of the groups"
-            raise ConfigError("unsupported", f"{name}: {text}: {way}")
+            way = "put your file into DIR/experiment/, then --config-dir DIR experiment=NAME"
+            raise ConfigError("unsupported", f"{name}: is not supported; {way}")
     args.command += " --measure" * getattr(args, "measure", False)
     args.overrides = list(map(as_text, args.overrides))
     if getattr(args, "screen", False):

@@ -155,6 +155,6 @@ def _place(
         return at, f"go on at sequence {at:,}, where the parent was"
     differ = "differ" if len(causes) > 1 else "differs"
     return 0, (
-        f"begin anew at sequence 0: {', '.join(causes)} {differ} from the parent's, so its "
-        f"place (sequence {at:,}) has no meaning here"
+        f"start again at sequence 0: {', '.join(causes)} {differ} from the parent's, which was at "
+        f"sequence {at:,}"
     )

@@ -192,7 +192,7 @@ def test_the_data_go_on_by_sequences_or_begin_anew(trunk):
     assert [row["data_digest"] for row in exact(small)] == digests
     assert small.rows()[-1]["epoch"] == other.rows()[-1]["epoch"]
     anew = fork(trunk, "anew", "train.seed=5", "fork.reset_optimizer=true", "train.max_tokens=480")
-    assert "begin anew at sequence 0: train.seed differs" in " ".join(anew.out.split())
+    assert "start again at sequence 0: train.seed differs" in " ".join(anew.out.split())
     assert [row["step"] for row in anew.rows()] == [5]
     assert anew.rows()[-1]["tokens_seen"] == 480
 
@@ -328,7 +328,7 @@ def test_an_extended_run_is_the_longer_one(trunk):
 
 @pytest.mark.parametrize(
     ("value", "order"),
-    [(None, "go on at sequence 64"), ({"files": 7}, "begin anew at sequence 0: the content")],
+    [(None, "go on at sequence 64"), ({"files": 7}, "start again at sequence 0: the content")],
 )
 def test_data_that_a_parent_did_not_record_are_taken_for_the_same(
     trunk, here, tmp_path, value, order

@@ -95,7 +95,7 @@ def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
         assert parent.sequences == 24
         assert parent.order == "go on at sequence 24, where the parent was"
     parent = planned([*fork, "data.val.near.share=0.2"]).run.parent
-    assert parent.order.startswith("begin anew at sequence 0: data.val.near.share differs from")
+    assert parent.order.startswith("start again at sequence 0: data.val.near.share differs from")
 
 
 def test_a_fork_with_another_tokenizer_is_refused(one, monkeypatch):
