@@ -64,16 +64,17 @@ check: .venv/.ready
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-# README.md and docs/ as a site in build/site; a link that leads nowhere is an error. `.venv/bin/mkdocs serve` shows changes.
+# README.md, docs/ and the pages of tools/reference.py as a site in build/site; a link that leads nowhere is an error.
+# `.venv/bin/mkdocs serve` shows changes.
 .venv/bin/mkdocs: .venv/.ready
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 docs: .venv/bin/mkdocs
-	mkdir -p build/pages
 	mkdir -p build/pages/tests
 	ln -sfn $(CURDIR)/*.md $(CURDIR)/docs $(CURDIR)/benchmarks build/pages/
 	ln -sfn $(CURDIR)/tests/faults build/pages/tests/
+	.venv/bin/python -m tools.reference build/pages/reference
 	.venv/bin/mkdocs build --strict
 
 # Lines and tokens of each room of the package.
