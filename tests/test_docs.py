@@ -109,10 +109,7 @@ def test_a_package_lists_its_files(package):
             assert re.search(rf"\b{file.stem}\b", found), file
 
 
-def test_the_kinds_of_refusals_are_those_of_the_list_and_each_is_used():
-    page = (ROOT / "docs/automation.md").read_text(encoding="utf-8").partition("| kind |")[2]
-    listed = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.M)
-    assert dict(listed) == MEANING
+def test_the_kinds_of_refusals_are_those_of_the_schema_and_each_is_used():
     assert list(MEANING) == list(typing.get_args(Kind))
     schema = json.loads((ROOT / "llmexp/schema-2.json").read_text(encoding="utf-8"))
     error = schema["$defs"]["error"]["properties"]["error"]["properties"]

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 import yaml
 
 from llmexp import __version__
-from llmexp.__main__ import run
+from llmexp.__main__ import COMMANDS, run
 from llmexp.config.knobs import dead, fields
 from llmexp.config.sections import Config
 from llmexp.config.values import flatten
@@ -30,7 +31,7 @@ from llmexp.data.tokenizers.training import train_bpe
 from llmexp.tracker.stores import STORES
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
 from tests.tools import HAS_CUDA, PACKAGE_OF, option
-from tools import comments
+from tools import comments, reference
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -263,6 +264,17 @@ def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch
         )
 
 
+def test_the_reference_pages_have_every_knob_and_every_command():
+    """Each cell of a table is one cell, whatever it holds."""
+    settings, commands = reference.settings(), reference.commands()
+    assert {*re.findall(r"^\| `([\w.]+)` \| \w", settings, re.M)} >= {*comments.KNOBS} - {"user"}
+    assert re.findall(r"^## (\w+)$", commands, re.M) == sorted(COMMANDS)
+    assert commands.count("```\nusage: llmexp ") == len(COMMANDS)
+    for page in (settings, reference.rows(), reference.kinds()):
+        for block in re.findall(r"(?:^\|.*\n)+", page, re.M):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The folder of a wheel's files, built from this source as version 7.8.9."""
@@ -302,3 +314,36 @@ def test_the_wheel_brings_its_configuration_and_has_one_version(wheel, tmp_path)
         wheel, tmp_path, "train", "--create-only", *TINY, "data=synthetic", "hydra.run.dir=run"
     )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["llmexp"] == "7.8.9"
+
+
+@pytest.mark.slow
+@pytest.mark.fresh
+def test_the_wheel_is_installed_and_answers_in_an_environment_of_its_own(wheel, tmp_path):
+    """The other packages are those of this environment: nothing is downloaded."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    binaries, empty = tmp_path / "venv" / "bin", tmp_path / "empty"
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    others = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "others.pth").write_text("\n".join(others))
+    empty.mkdir()
+
+    def of_venv(*words: object) -> str:
+        done = subprocess.run(
+            [binaries / str(words[0]), *map(str, words[1:])],
+            cwd=empty, env=environment(PYTHONPATH=""), capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (file,) = wheel.parent.glob("*.whl")
+    of_venv("pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall", file)
+    where = of_venv("python", "-c", "import llmexp, hydra_plugins.llmexp as h; print(h.__file__)")
+    assert Path(where.strip()).is_relative_to(site)
+    assert of_venv("llmexp", "--version") == "llmexp 7.8.9\n"
+    of_venv(
+        "llmexp", "train", "-m", *TINY, "data=synthetic", "optimizer.lr=1e-3,1e-2",
+        "train.seed=1,2,3", "hydra.sweep.dir=outputs/rates",
+    )  # fmt: skip
+    answer = json.loads(of_venv("llmexp", "compare", "--json"))
+    assert len(answer["settings"]) == 2
+    assert (empty / "outputs" / "rates" / "compare.html").is_file()

@@ -133,7 +133,7 @@ def commands() -> str:
 def rows() -> str:
     """Return the page of the keys of a row."""
     cells = ((f"`{k.name}`", k.unit, k.better, k.meaning) for k in ROW_KEYS.values())
-    about = "Of a row of `metrics.jsonl`. [What the numbers mean](../docs/semantics.md#rows)"
+    about = "Of a row of `metrics.jsonl`. [Metrics](../docs/metrics.md#rows)"
     return (
         f"# Keys of rows\n\n{about} has the definitions.\n\n"
         f"{table('key, unit, better, meaning', cells)}"
@@ -143,7 +143,7 @@ def rows() -> str:
 def kinds() -> str:
     """Return the page of the kinds of refusals."""
     about = "The `code` of an error as `--json` prints it, and `error.kind` in Python."
-    link = "[Programs that run experiments](../docs/agents.md)"
+    link = "[Scripts and agents](../docs/automation.md)"
     cells = ((f"`{kind}`", meaning) for kind, meaning in MEANING.items())
     return f"# Kinds of refusals\n\n{about} {link} use it.\n\n{table('kind, meaning', cells)}"
 
