@@ -25,7 +25,7 @@ from llmexp.metrics.keys import ROW_KEYS
 from tests.tools import option
 from tools import comments
 
-TYPES = {int: "whole number", float: "number", bool: "true or false", list: "list", dict: "mapping"}
+TYPES = {int: "integer", float: "number", bool: "true or false", list: "list", dict: "mapping"}
 MAIN = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
 USUAL = {group: name for one in MAIN.pop("defaults")[1:] for group, name in one.items()}
 
@@ -39,17 +39,17 @@ class Row:
     values: dict[str, Any] = field(default_factory=dict)
 
     def cells(self, section: Section) -> Iterator[str]:
-        """Yield name, type, value, options and meaning."""
+        """Yield name, meaning, type, value and options."""
         usual = section.usual if section.usual in self.values else next(iter(self.values))
         value, given = self.values[usual], [self.knob.example, *self.values.values()]
         kind = "word" if self.knob.choices else ""
         yield f"`{self.key}`"
+        yield self.knob.meaning
         yield kind or next((TYPES[type(one)] for one in given if type(one) in TYPES), "text")
         yield f"`{override_value(value)}`"
         if section.options:
             whole = len(self.values) == len(section.options)
             yield "all" if whole else ", ".join(f"`{name}`" for name in self.values)
-        yield self.knob.meaning
 
 
 @dataclass
@@ -63,16 +63,17 @@ class Section:
     def text(self) -> str:
         """Return the tables."""
         found = table("option, ", ((f"`{k}`", v) for k, v in self.options.items()))
-        columns = f"knob, type, default, {'options, ' if self.options else ''}what it does"
+        columns = f"knob, what it does, type, default{', options' if self.options else ''}"
         rows = table(columns, (row.cells(self) for row in self.rows.values()))
         return "\n".join([found] * bool(self.options) + [rows] * bool(self.rows))
 
 
 def table(columns: str, rows: Iterable[Iterable[str]]) -> str:
-    """Return a table; a bar in a cell is written so that it ends no cell."""
+    """Return a table; a bar in a cell ends no cell, and <name> is no tag."""
     names = columns.split(", ")
     lines = (names, ["---"] * len(names), *rows)
-    return "".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |\n" for line in lines)
+    as_text = str.maketrans({"|": "&#124;", "<": "&lt;"})
+    return "".join(f"| {' | '.join(c.translate(as_text) for c in line)} |\n" for line in lines)
 
 
 def purpose(path: Path) -> str:
@@ -132,11 +133,11 @@ def commands() -> str:
 
 def rows() -> str:
     """Return the page of the keys of a row."""
-    cells = ((f"`{k.name}`", k.unit, k.better, k.meaning) for k in ROW_KEYS.values())
+    cells = ((f"`{k.name}`", k.meaning, k.unit, k.better) for k in ROW_KEYS.values())
     about = "Of a row of `metrics.jsonl`. [Metrics](../docs/metrics.md#rows)"
     return (
         f"# Keys of rows\n\n{about} has the definitions.\n\n"
-        f"{table('key, unit, better, meaning', cells)}"
+        f"{table('key, meaning, unit, better', cells)}"
     )
 
 

@@ -211,7 +211,7 @@ class Config:
     checkpoint: Checkpoint
     fork: Fork
     hooks: list[Any] = knob(
-        "your own functions, called at the events of a step (README)",
+        "your own functions, called at the events of a step",
         "[mymodel.watch]",
         form=forms.hooks,
     )
