@@ -1,4 +1,4 @@
-"""Run the commands: each file reads its arguments and calls the other rooms.
+"""Run the commands: each file reads its arguments and calls the other packages.
 
 A command is one function with annotated arguments, of which the parser, `--help`, `--json` and the
 call from Python are made. In reading order:

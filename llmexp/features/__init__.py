@@ -1,6 +1,6 @@
 """Optional parts of a run, each in a folder of its own, which a run without it never executes.
 
-The files of a feature are named after the rooms that they stand in. A room collects them by `parts`
+The files of a feature are named after the packages that they stand in. A package collects them by `parts`
 and names none of them; a feature is removed by its folder, its line in FEATURES, and those of its
 knobs in conf/.
 
@@ -63,32 +63,32 @@ FEATURES = (
 
 
 @functools.cache
-def part(name: str, room: str) -> Any:
-    """Return the module of a feature in a room; None: it has none."""
-    there = (HERE / name / f"{room}.py").exists()
-    return importlib.import_module(f"{__name__}.{name}.{room}") if there else None
+def part(name: str, package: str) -> Any:
+    """Return the module of a feature in a package; None: it has none."""
+    there = (HERE / name / f"{package}.py").exists()
+    return importlib.import_module(f"{__name__}.{name}.{package}") if there else None
 
 
 @functools.cache
-def parts(room: str) -> tuple[Any, ...]:
-    """Return the module of each feature that has one in a room, in their order."""
-    return tuple(there for name in FEATURES if (there := part(name, room)))
+def parts(package: str) -> tuple[Any, ...]:
+    """Return the module of each feature that has one in a package, in their order."""
+    return tuple(there for name in FEATURES if (there := part(name, package)))
 
 
-def asked_for(config: Any, room: str) -> Iterator[Any]:
-    """Yield the modules in a room of those that a config asks for; no other is imported."""
+def asked_for(config: Any, package: str) -> Iterator[Any]:
+    """Yield the modules in a package of those that a config asks for; no other is imported."""
     for name in FEATURES:
         asked = getattr(part(name, "config"), "asked", None)
-        if asked and asked(config) and (there := part(name, room)):
+        if asked and asked(config) and (there := part(name, package)):
             yield there
 
 
-def offered(room: str, name: str) -> list[Any]:
-    """Return what the features have under a name in a room, such as a function."""
-    return [getattr(part, name) for part in parts(room) if hasattr(part, name)]
+def offered(package: str, name: str) -> list[Any]:
+    """Return what the features have under a name in a package, such as a function."""
+    return [getattr(part, name) for part in parts(package) if hasattr(part, name)]
 
 
-def merged(room: str, name: str, *given: Any) -> dict[str, Any]:
-    """Return mappings of a name in a room, or those that functions answer with, as one."""
-    found = (of(*given) if callable(of) else of for of in offered(room, name))
+def merged(package: str, name: str, *given: Any) -> dict[str, Any]:
+    """Return mappings of a name in a package, or those that functions answer with, as one."""
+    found = (of(*given) if callable(of) else of for of in offered(package, name))
     return {key: value for one in found for key, value in one.items()}

@@ -1,6 +1,6 @@
 """Start ranks, arrange them, spread a model over them, sum over them.
 
-The only room that touches torch.distributed. In reading order:
+The only package that touches torch.distributed. In reading order:
 groups    the process group and device mesh of a rank, its store and timeouts; sums over ranks
 split     tensors of which each rank may hold a part
 wrap      DDP and compilation, from outside

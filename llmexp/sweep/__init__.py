@@ -1,4 +1,4 @@
-"""Run a sweep: many points, one folder, one record.
+"""Run a sweep: many runs, one folder, one record.
 
 In reading order:
 

@@ -1,1 +1,1 @@
-"""Scores of tasks of multiple choice, while a run trains; the room `tasks` scores them."""
+"""Scores of tasks of multiple choice, while a run trains; the package `tasks` scores them."""
