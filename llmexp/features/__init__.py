@@ -1,8 +1,8 @@
 """Optional parts of a run, each in a folder of its own, which a run without it never executes.
 
-The files of a feature are named after the packages that they stand in. A package collects them by `parts`
-and names none of them; a feature is removed by its folder, its line in FEATURES, and those of its
-knobs in conf/.
+The files of a feature are named after the packages that they extend. A package collects them by
+`parts` and names none of them; a feature is removed by its folder, its line in FEATURES, and those
+of its knobs in conf/.
 
 config     its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
            `KEYS` of its figures in the rows; `OFF`: values that turn it off in proofs; knobs that
