@@ -123,10 +123,10 @@ LISTINGS = (
     ),
     Listing(
         "docs/forks.md",
-        "resume cut train.max_steps=20",
+        "resume short train.max_steps=20",
         code=2,
         before=(
-            "train hydra.run.dir=cut schedule=wsd train.max_steps=16 checkpoint.every=4 "
+            "train hydra.run.dir=short schedule=wsd train.max_steps=16 checkpoint.every=4 "
             "checkpoint.keep=null",
         ),
     ),
