@@ -23,12 +23,12 @@ def replay(
     from_: Annotated[
         int | None,
         "STEP",
-        "look at the same window with the weights of this checkpoint, too (default: the newest "
+        "analyse the same sequences with the weights of this checkpoint, too (default: the newest "
         "before the step)",
     ] = None,
     lr: Annotated[float | None, knob("another learning rate for this step", 1e-3, above=0)] = None,
     clip: Annotated[float | None, knob("another limit of the norm", 0.5, above=0)] = None,
-    skip: Annotated[bool, "go on without the step's window"] = False,
+    skip: Annotated[bool, "go on without the step's sequences"] = False,
     after: Annotated[
         int | None, knob("steps to take after it (default: 0, with --skip 20)", 20, at_least=0)
     ] = None,
@@ -83,7 +83,7 @@ def _figures(here: dict[str, Any]) -> str:
         return f"{text}; the update was not made, as the step has {here['skipped']}"
     return (
         f"{text}, after clipping {here['grad_norm_post_clip']:.4g}; rate {here['lr']:.4g}; after "
-        f"the update the loss on the same window is {digits(here['loss_after'], '.4f')}"
+        f"the update the loss on the same batch is {digits(here['loss_after'], '.4f')}"
     )
 
 

@@ -37,7 +37,7 @@ def run(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
         raise refuse("out_of_range", key, value, text)
     if before.tail_sequences and loaded.step == before.max_steps:
         step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
-        text = f"the last window of {path} was a short one, which a longer run does not have"
+        text = f"the last step of {path} was a short one, which a longer run does not have"
         raise ConfigError("other_run", f"{key}={value}: {text}; {_fork(path, step, key, value)}")
     section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
     then = rate_factor(section, before.max_steps)

@@ -152,7 +152,7 @@ def solve_budget(
     full = last.first_step + steps
     if rest and train.tail == "drop":
         if full == begin.step:
-            text = f"with train.tail=drop no window of {last.real_batch_size} sequences is full"
+            text = f"with train.tail=drop no step of {last.real_batch_size} sequences is full"
             raise refuse("out_of_range", key, value, f"{text} ({total} there)")
         return Budget(total - rest, full, 0, rest)
     return Budget(total, full + bool(rest), rest, 0)

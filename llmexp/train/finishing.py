@@ -106,4 +106,4 @@ def none_applied(loop: Loop) -> str:
     if scale.enabled and float(scale.value) < loop.config.precision.init_scale:
         text += f" they overflowed fp16, and the loss scale fell to {float(scale.value):g}; resumed"
         return f"{text} with a larger budget, {goes_on('train.max_steps', 2 * steps)}"
-    return f"{text} no window had a valid target (as data.ignore_id may cause); {COMES_AGAIN}"
+    return f"{text} no step had a valid target (as data.ignore_id may cause); {COMES_AGAIN}"

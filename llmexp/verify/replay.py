@@ -128,7 +128,7 @@ def verdict(
         if later:
             went = f"the next {len(later)} steps come to {max(later):.3g} times the usual "
             went += f"gradient norm, at step {found['later'][later.index(max(later))][0]:,}"
-        text = f"without the window of step {step:,}: {went}."
+        text = f"without the batch of step {step:,}: {went}."
         return {"cause": None, **figures, "sentence": text}
     times, times_there = infinite(here["grad_norm"]) / usual, window / median
     known, odd, far = by_loss(step, found, losses, saved)
@@ -144,7 +144,7 @@ def verdict(
         cause = ""
     named = {"none": "no spike", "": "cannot tell"}.get(cause, f"the {cause}")
     text = f"{named}: step {step:,} has {_sizes(times, rise)}; with the weights of step {begin:,} "
-    text += f"its window has {_sizes(times_there, rise_there)}"
+    text += f"its batch has {_sizes(times_there, rise_there)}"
     figures |= {"times_here": times, "times_there": times_there, **known}
     figures = {k: v if math.isfinite(v) else None for k, v in figures.items()}
     return figures | {"cause": cause or None, "sentence": f"{text}{'' if cause else far}."}
@@ -177,7 +177,7 @@ def by_loss(
     if rise_there <= UNUSUAL_LOSS * max(spread_there, LEAST_SPREAD * median):
         if begin >= step - 1 - BEFORE_LOSS or gap <= max(rise / 2, unusual):
             return figures, rise > unusual, ""
-        text = f"; there any window's loss is {gap:.3g} above the usual one, so none stands out"
+        text = f"; there any batch's loss is {gap:.3g} above the usual one, so none stands out"
     nearer = [s for s in saved if begin < s < step][-1:] or [s for s in saved if s >= step][:1]
     way = "no nearer one is kept: a run with a smaller checkpoint.every has them"
     if nearer:

@@ -53,7 +53,7 @@ def test_a_budget_in_flops_is_the_run_over_its_tokens_also_cut_and_lengthened(tm
     # a short last window cannot be lengthened, a whole one can
     refused = llmexp("resume", "run", f"train.max_flops={2 * flops}", cwd=tmp_path)
     assert refused.code == 2
-    assert "the last window of run was a short one" in refused.err
+    assert "the last step of run was a short one" in refused.err
     whole = [*SHORT, batch, f"train.max_flops={price * 12 * 16}"]
     longer = train(tmp_path, "longer", *whole)
     done = llmexp("resume", "longer", f"train.max_flops={price * 12 * 32}", cwd=tmp_path)

@@ -173,7 +173,7 @@ def test_budgets_are_exact_and_windows_follow_from_the_step(ramp, first, length,
         return solve_budget(chosen, stages, length, 100, Begin(), TokenCost())
 
     if not full and not tail and len(windows) == 1:
-        with pytest.raises(ConfigError, match="no window of"):
+        with pytest.raises(ConfigError, match="no step of"):
             solved(max_tokens=total * length)
         return
     for budget in ({"max_tokens": total * length + length - 1}, {"max_epochs": total / 100}):

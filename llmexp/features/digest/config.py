@@ -11,11 +11,11 @@ SECTION = "train"
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
+    data_digest: bool = knob("put a digest of each step's tokens into its row", affects="nothing")
 
 
 KEYS = (
-    Key("data_digest", "digest of the window's tokens, however it is cut", text="[0-9a-f]{16}"),
+    Key("data_digest", "digest of the step's tokens, however they are split", text="[0-9a-f]{16}"),
 )
 
 
