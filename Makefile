@@ -77,7 +77,7 @@ docs: .venv/bin/mkdocs
 	.venv/bin/python -m tools.reference build/pages/reference
 	.venv/bin/mkdocs build --strict
 
-# Lines and tokens of each room of the package.
+# Lines and tokens of each package.
 size:
 	@$(PYTHON) -m tools.size
 

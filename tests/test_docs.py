@@ -1,4 +1,4 @@
-"""The pages for users and developers name what exists: links, files, functions, tests, rooms."""
+"""The pages for users and developers name what exists: links, files, functions, tests, packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmexp.config.kinds import MEANING, Kind
 from llmexp.metrics.keys import ROW_KEYS
 from tests.conftest import ROOT
 from tests.test_structure import MODULES
-from tools import rooms
+from tools import packages
 
 FOLDERS = ("docs", "benchmarks/results", "tests/faults")
 PAGES = [*ROOT.glob("*.md"), *(page for one in FOLDERS for page in (ROOT / one).rglob("*.md"))]
@@ -80,8 +80,8 @@ def test_the_keys_of_a_row_are_those_of_the_table():
     assert sorted(re.findall(r"`([^`]+)`", " ".join(named))) == sorted(ROW_KEYS)
 
 
-def test_the_rooms_are_those_of_the_house():
-    assert rooms.written(ARCHITECTURE) == ARCHITECTURE, "python -m tools.rooms"
+def test_the_table_of_packages_is_written_by_the_tool():
+    assert packages.written(ARCHITECTURE) == ARCHITECTURE, "python -m tools.packages"
 
 
 def test_each_private_api_is_used_and_watched_by_a_test():

@@ -15,7 +15,7 @@ from tools.quick import NAMED, near
         ("llmexp/optim/schedule.py", "tests/test_schedule.py"),
         ("llmexp/verify/page.css", "tests/verify/"),
         ("llmexp/verify/gone.py", "tests/verify/"),
-        ("tools/rooms.py", "tests/test_docs.py"),
+        ("tools/packages.py", "tests/test_docs.py"),
         ("docs/scaling-laws.md", "tests/test_docs.py"),
     ],
 )

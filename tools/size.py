@@ -1,4 +1,4 @@
-"""Print lines and lexical tokens (no comments, no docstrings) of each room: `make size`."""
+"""Print lines and lexical tokens (no comments, no docstrings) of each package: `make size`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the packages of docs/architecture.md, by their docstrings: `python -m tools.rooms`."""
+"""Write the packages of docs/architecture.md, by their docstrings: `python -m tools.packages`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = configparser.ConfigParser()
 CONTRACTS.read(ROOT / ".importlinter")
-ROOMS = CONTRACTS["importlinter:contract:layers"]["layers"].split()[::-1]  # from the ground up
+PACKAGES = CONTRACTS["importlinter:contract:layers"]["layers"].split()[::-1]  # from the ground up
 PARTS = {"data": ("data/sources", "data/tokenizers"), "train": ("train/assembly",)}
 PAGE = ROOT / "docs/architecture.md"
-BEGIN, END = "<!-- rooms: python -m tools.rooms -->\n", "<!-- end of rooms -->\n"
+BEGIN, END = "<!-- packages: python -m tools.packages -->\n", "<!-- end of packages -->\n"
 
 
 def shown(name: str) -> str:
@@ -23,16 +23,16 @@ def shown(name: str) -> str:
     return f"| `{name}` | {first} |\n"
 
 
-def rooms() -> str:
+def table() -> str:
     """Return the table of all packages, from the ground up; folders follow what they belong to."""
-    names = [name for room in ROOMS for name in (room, *PARTS.get(room, ()))]
+    names = [name for package in PACKAGES for name in (package, *PARTS.get(package, ()))]
     return "| package | |\n|---|---|\n" + "".join(map(shown, names))
 
 
 def written(page: str) -> str:
-    """Return the page with its rooms as they are now."""
+    """Return the page with its table as it is now."""
     before, begin, rest = page.partition(BEGIN)
-    return before + begin + "\n" + rooms() + "\n" + END + rest.partition(END)[2]
+    return before + begin + "\n" + table() + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
