@@ -105,7 +105,7 @@ def test_a_listing_is_what_its_command_prints(listing, tmp_path):
         *listing.command.split(),
         *listing.small,
         cwd=tmp_path,
-        COLUMNS=listings.COLUMNS,
+        COLUMNS=listing.columns,
         timeout=HANG_S,
     )
     assert done.code == listing.code, done.err
