@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TextIO
 
+from llmexp.cli.compare import Figure, Filter
 from llmexp.cli.running import Out, Paths, check_out, paths_of, write_out
 from llmexp.config.values import choice
 from llmexp.scaling import answer, words
@@ -77,6 +78,8 @@ def fit(
         "FLOPs to predict at, such as 1e16 (with --by a value of it), or a size and tokens: "
         "N=1e9,D=2e10",
     ] = None,
+    figure: Figure = None,
+    filter: Filter = None,
     why: Annotated[bool, "also what the answer rests on"] = False,
     out: Out = (),
 ) -> Laws:
@@ -86,6 +89,7 @@ def fit(
     docs/scaling-laws.md.
     """
     check_out(out, _FORMS)
-    found = answer.fit(paths_of(paths), form=form, by=by, count=count, predict=predict)
+    how: dict[str, Any] = {"form": form, "by": by, "count": count, "predict": predict}
+    found = answer.fit(paths_of(paths), figure=figure, filter=filter, **how)
     write_out(out, _FORMS, found)
     return Laws(found, why)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.strangers import OtherRun
+from llmexp.compare.strangers import OtherRun, said_by
 from llmexp.config.commands import need_package
-from llmexp.config.labels import parse_value
 from llmexp.folders.find import looks_like_run
 from llmexp.system.redact import clean
 
 _FILES = "events.out.tfevents.*"
-_PAIR = re.compile(r"([A-Za-z_][\w.]*)=([^,=/\s]+)")
 
 
 def event_folders(path: Path) -> list[Path]:
@@ -27,10 +24,7 @@ def event_folders(path: Path) -> list[Path]:
 
 
 def runs_of_events(folders: list[Path]) -> list[OtherRun]:
-    """Return the runs of folders of event files. Raises ConfigError without the package.
-
-    Settings are what their paths say as lr=0.1,seed=1; where none says any, each is one of its own.
-    """
+    """Return the runs of folders of event files. Raises ConfigError without the package."""
     need_package("tensorboard", str(folders[0]), "an event file of TensorBoard")
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     array = importlib.import_module("tensorboard.util.tensor_util").make_ndarray
@@ -47,9 +41,6 @@ def runs_of_events(folders: list[Path]) -> list[OtherRun]:
                 if (value := array(event.tensor_proto)).size == 1:
                     rows[event.step][tag] = value.item()
         looks = [{"step": step, **row} for step, row in rows.items()]
-        given = {k: parse_value(v) for k, v in _PAIR.findall(str(folder))}
+        given = said_by(folder)
         runs.append(OtherRun(clean(folder.name), given, "", looks, folder, given))
-    if not any(run.values for run in runs):
-        for run in runs:
-            run.values = run.config = {"run": run.name}
     return runs

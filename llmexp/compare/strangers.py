@@ -16,6 +16,7 @@ import numpy as np
 
 from llmexp.compare.records import Record, is_execution, own_seed
 from llmexp.config.knobs import SEED
+from llmexp.config.labels import parse_value
 from llmexp.config.values import ConfigError, nearest
 from llmexp.system.text import listed, number
 
@@ -33,12 +34,14 @@ _FIGURES = (
 )  # fmt: skip
 _LOWER = ("loss", "ppl", "perplexity", "bpb", "nll", "error", "time", "seconds", "bits", "step")
 _HIGHER = ("acc", "accuracy", "score", "mfu", "throughput", "reward", "speed")
+NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", "index", "")  # of a run's name
 _STATES = {
     "finished": "finished completed complete done success succeeded ok",
     "running": "running pending queued",
     "failed": "failed failure crashed error diverged oom nan",
     "preempted": "killed preempted stopped cancelled canceled interrupted",
 }
+_PAIR = re.compile(r"([A-Za-z_][\w.]*)=([^,=/\s]+)")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d([T ].*)?")
 
 
@@ -52,6 +55,7 @@ class Asked:
     seed: str | None = None
     curves: str | Path | None = None
     filter: str | None = None
+    ends: bool = False  # a line is a run, unless a column names it
 
     @property
     def flags(self) -> list[str]:
@@ -103,6 +107,11 @@ def state_of(text: object) -> str:
     """Return the state that a source's word for it means; empty where that is not known."""
     word = str(text).strip().lower()
     return next((state for state, known in _STATES.items() if word in known.split()), "")
+
+
+def said_by(path: Path) -> Row:
+    """Return the settings that a path says, as lr=0.1,seed=1; else its name as one."""
+    return {k: parse_value(v) for k, v in _PAIR.findall(str(path))} or {"run": path.name}
 
 
 def records_of(
@@ -226,16 +235,17 @@ def _settings(
         k for k in keys if k not in (figure, seed) and not (names_seed(k) or axis_in(k) or no(k))
     ]
     found, unclear = list[str](), list[str]()
-    for key in _varying(runs, known):
+    for key in (vary := _varying(runs, known)):
         values = [v for run in runs if (v := run.values.get(key)) is not None]
-        shared = len(set(map(repr, values))) <= len(values) / 2 or len(runs) < 3
+        shared, named = len(set(map(repr, values))) <= len(values) / 2, key.lower() in NAMES
         if all(_DATE.fullmatch(str(v)) for v in values):
             continue
-        if any(isinstance(v, str) for v in values):
-            if shared or len(known) == 1:  # else it names the run
+        if named or any(isinstance(v, str) for v in values):
+            alone = len(vary) == 1 and not (named and seed)
+            if shared or alone or (len(runs) < 3 and not named):  # else it names the run
                 found.append(key)
         else:
-            (found if shared or typed else unclear).append(key)
+            (found if shared or typed or len(runs) < 3 else unclear).append(key)
     if len(unclear) > 1 or (found and unclear):
         text = "which columns are settings, and which are figures? "
         text += f"{listed(unclear, 8)} may be either; name all settings, such as --by "

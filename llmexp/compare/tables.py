@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.strangers import Asked, OtherRun, Row, axis_in, names_seed, of_figures, state_of
+from llmexp.compare.strangers import (
+    NAMES,
+    Asked,
+    OtherRun,
+    Row,
+    axis_in,
+    names_seed,
+    of_figures,
+    said_by,
+    state_of,
+)
 from llmexp.config.commands import how_to_install
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.labels import parse_value
@@ -24,7 +35,6 @@ from llmexp.system.redact import clean
 from llmexp.system.text import listed
 
 _FILES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
-_NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", "index", "")
 _NOTHING = ("", "na", "n/a", "<na>", "none", "null", "nan", "nat", "-")
 
 
@@ -38,9 +48,10 @@ def is_table(given: Any) -> bool:
 def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
     """Return the runs of a table. Raises ConfigError for one that cannot be read."""
     where, rows = given if isinstance(given, Path) else "the frame", _rows(given)
+    keys = next(iter(rows.values()))
     named, state = (
-        next((k for name in names for k in rows[0] if k.lower() == name), None)
-        for names in (_NAMES, ("state", "status"))
+        next((k for name in names for k in keys if k.lower() == name), None)
+        for names in (NAMES, ("state", "status"))
     )
     groups = _groups(rows, named, asked)
     if len({one[0].get(named) for one in groups.values()}) < len(groups):
@@ -50,7 +61,12 @@ def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
         ended = state_of(one[-1].get(state))
         looks = [{k: v for k, v in row.items() if k not in (named, state)} for row in one]
         values = {k: v for k, v in looks[-1].items() if all(row[k] == v for row in looks)}
-        found.append(OtherRun(clean(name), values, ended, looks, Path(f"{where}:{name}")))
+        values |= {named: one[0][named]} if named is not None else {}
+        path = Path(f"{where}:{name}")
+        if not name and isinstance(given, Path):  # the log of one run
+            path, name = given, given.stem
+            values |= said_by(given.with_suffix(""))
+        found.append(OtherRun(clean(name), values, ended, looks, path))
     if asked.curves:
         curves = {run.name: run.rows for run in runs_of(Path(asked.curves), Asked())}
         if curves.keys().isdisjoint(run.name for run in found):
@@ -62,40 +78,50 @@ def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
     return found
 
 
-def _groups(rows: Sequence[Row], named: str | None, asked: Asked) -> dict[str, list[Row]]:
+def _groups(rows: dict[int, Row], named: str | None, asked: Asked) -> dict[str, list[Row]]:
     """Return the rows of each run by its name: one, or several of a long table.
 
     These are of unlike steps or tokens, but for what was logged twice, and of one value of each
     setting and seed. Raises ConfigError for rows of one run or of several.
     """
-    axis = next((k for k in rows[0] if axis_in(k) and k not in asked.by), None)
-    seed = asked.seed or next(filter(names_seed, rows[0]), None)
-    own = fixed = [k for k in rows[0] if k in (*asked.by, seed)]
-    others = [k for k in rows[0] if not (k == asked.figure or axis_in(k) or of_figures(k))]
+    several = {k: {row[k] for row in rows.values()} for k in next(iter(rows.values()))}
+    axis = next((k for k in several if axis_in(k) and k not in asked.by), None)
+    seed = asked.seed or next(filter(names_seed, several), None)
+    own = fixed = [k for k in several if k in (*asked.by, seed)]
+    others = [k for k in several if not (k == asked.figure or axis_in(k) or of_figures(k))]
     if not asked.by:
-        few = {k for k in others if len({row[k] for row in rows}) <= len(rows) / 2}
-        own = [k for k in rows[0] if k in few or k in fixed]
-    for by in (own,) if named is None else ([named], own):
+        few = {k for k in others if len(several[k]) <= len(rows) / 2}
+        own = [k for k in several if k in few or k in fixed]
+    for by in [[named]] * (named is not None) + [own] * (not asked.ends):
         groups = defaultdict[str, list[Row]](list)
-        for row in rows:
+        for row in rows.values():
             pairs = (f"{k}=" * (by is own) + str(row[k]) for k in by)
             groups[" ".join(pairs)].append(row)
-        if (by != own or len(groups) < len(rows)) and all(
-            (len(one) == 1 or 2 * len({row.get(axis) for row in one}) > len(one))
-            and all(row[k] == one[0][k] for row in one for k in fixed)
+        if (by is own and len(groups) == len(rows)) or not all(
+            len(one) == 1 or 2 * len({row.get(axis) for row in one}) > len(one)
             for one in groups.values()
         ):
-            if not by and any(row[k] != rows[0][k] for row in rows for k in others):
+            continue
+        moved = {k for one in groups.values() for row in one for k in fixed if row[k] != one[0][k]}
+        if bad := moved & {*asked.by}:
+            text = "has several values in one run; a setting has one, in a column of its own"
+            raise ConfigError("bad_data", f"--by {bad.pop()}: {text}")
+        if not moved:
+            guess = by is own and not (seed or asked.by)
+            if guess and any(len(several[k]) > 1 for k in others):
                 text = f"does each line hold a run, or one {axis} of a run? Name the runs in a "
                 raise ConfigError(
                     "missing_value", f"{text}column run, or settings: --by {others[0]}"
                 )
             return groups
-    return {f"line {i}": [row] for i, row in enumerate(rows, 2)}
+    return {f"line {i}": [row] for i, row in rows.items()}
 
 
-def _rows(given: Any) -> list[Row]:
-    """Return the lines of a table, all with the same keys. Raises ConfigError for what is none."""
+def _rows(given: Any) -> dict[int, Row]:
+    """Return the lines of a table by number, all with the same keys.
+
+    Raises ConfigError for what is no table.
+    """
     where = given if isinstance(given, Path) else "the frame"
     try:
         lines = _lines(given) if isinstance(given, Path) else _of_frame(given)
@@ -108,21 +134,21 @@ def _rows(given: Any) -> list[Row]:
         text = (
             f"is no table in UTF-8 ({clean(error)[:200]}); a first line of CSV is lr,seed,val_loss"
         )
-        raise ConfigError("bad_data", f"{where}: {text}") from None
-    flat = list[Row]()
-    for i, line in enumerate(lines, 1):
+        raise ConfigError("damaged_file", f"{where}: {text}") from None
+    flat = dict[int, Row]()
+    for i, line in ((i, line) for i, line in enumerate(lines, 1) if line is not None):
         if not isinstance(line, Mapping):
             text = f'line {i}: is no object; for example {{"lr": 0.1}}'
             raise ConfigError("bad_data", f"{where}: {text}")
-        flat.append({str(k).strip(): _plain(v) for k, v in flatten(line).items()})
-    if not (keys := dict.fromkeys(k for row in flat for k in row)):
+        flat[i] = {str(k).strip(): _plain(v) for k, v in flatten(line).items()}
+    if not (keys := dict.fromkeys(k for row in flat.values() for k in row)):
         text = "has no line; a first line names the columns: lr,seed,val_loss"
         raise ConfigError("bad_data", f"{where}: {text}")
-    return [{k: row.get(k) for k in keys} for row in flat]
+    return {i: {k: row.get(k) for k in keys} for i, row in flat.items()}
 
 
 def _lines(path: Path) -> list[Any]:
-    """Return the lines of a file, each by column."""
+    """Return the lines of a file, each by column; None for those that hold none."""
     kind = path.suffix.lower()
     if kind == ".parquet":
         for name, read in (("pyarrow.parquet", "read_table"), ("polars", "read_parquet")):
@@ -130,21 +156,25 @@ def _lines(path: Path) -> list[Any]:
                 return _of_frame(getattr(importlib.import_module(name), read)(path))
         text = "a Parquet file needs the package pyarrow or polars, and neither is installed"
         raise ConfigError("missing_package", f"{text}; {how_to_install('pyarrow')}")
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        if kind not in (".csv", ".tsv"):
-            text = file.read()
-            whole = json.loads(text) if kind == ".json" else None
-            return whole if isinstance(whole, list) else [*map(json.loads, text.splitlines())]
-        sign = max(",;\t", key=file.readline().count)
-        file.seek(0)
-        lines = [*filter(None, csv.reader(file, delimiter=sign, skipinitialspace=True))]
-    heads, *rest = lines or [[]]
+    text = path.read_bytes().decode("utf-8-sig").lstrip("\r\n")
+    if kind in (".csv", ".tsv"):
+        sign = max(",;\t", key=text.partition("\n")[0].count)
+        file = io.StringIO(text, newline="")
+        return _of_lines([*csv.reader(file, delimiter=sign, skipinitialspace=True)])
+    if kind == ".json" and isinstance(whole := json.loads(text), list):
+        return whole
+    return [json.loads(line) if line.strip() else None for line in text.splitlines()]
+
+
+def _of_lines(lines: list[list[str]]) -> list[Any]:
+    """Return the lines below the names of the columns, each by column."""
+    heads = [head.strip() for head in next(iter(lines), [])]
     _once(heads)
-    for i, line in enumerate(rest, 2):
-        if len(line) != len(heads):
+    for i, line in enumerate(lines, 1):
+        if line and len(line) != len(heads):
             text = f"has {len(line)} values, and there are {len(heads)} columns"
             raise ConfigError("bad_data", f"line {i}: {text}; a decimal sign is a point: 2.9")
-    return [dict(zip(heads, line, strict=True)) for line in rest]
+    return [dict(zip(heads, x, strict=True)) if x and i else None for i, x in enumerate(lines)]
 
 
 def _once(heads: list[Any]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from llmexp.config.values import ConfigError, nearest
 from llmexp.scaling.gain import Gain, gain
 from llmexp.scaling.isoflop import Parabolas, parabolas
-from llmexp.scaling.ladders import COUNTS, GIVEN, Ladder, LawPoint, counts_of, ladders
+from llmexp.scaling.ladders import CELL, COUNTS, GIVEN, Ladder, LawPoint, counts_of, ladders
 from llmexp.scaling.law import LEAST, LEAST_OF_POWER, OWN_AXES, Power, Surface
 from llmexp.system.text import listed, number
 
@@ -40,19 +43,21 @@ class Answer:
 
 
 def fit(
-    paths: Sequence[str | Path],
+    paths: Sequence[Any],
     *,
     form: str | None = None,
     by: str | None = None,
     count: str | None = None,
     predict: float | str | None = None,
+    figure: str | None = None,
+    filter: str | None = None,
 ) -> Answer:
-    """Fit laws to the runs under the paths, sweeps, folders of them, globs or CSV files.
+    """Fit laws to the runs under the paths, sweeps, folders of them, globs, or runs of others.
 
     `form`: surface (L over N and D), isoflop (parabolas, beside the surface), power (one axis,
     `by`: tokens, flops, parameters or a knob); default: what the runs allow. `count`: how N counts
     parameters (all, head, blocks). `predict`: FLOPs to predict at, of a power law a value of `by`,
-    or a size and tokens, such as N=1e9,D=2e10.
+    or a size and tokens, such as N=1e9,D=2e10. `figure` and `filter` are of runs of others.
     Raises ConfigError for what cannot be fitted.
     """
     for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
@@ -66,7 +71,7 @@ def fit(
         raise ConfigError(
             "conflict", f"--by {by}: is of a power law; for example --form power --by {by}"
         )
-    found, problems = ladders(paths, None if by in OWN_AXES else by)
+    found, problems = ladders(paths, None if by in OWN_AXES else by, figure, filter)
     points = [p for ladder in found for p in ladder.points]
     counted = _count(points, count)
     if by is not None and by not in OWN_AXES:
@@ -177,8 +182,10 @@ def _check_axis(by: str, points: Sequence[LawPoint]) -> None:
 
 
 def _axis(ladder: Ladder, count: str) -> str:
-    """Return the one axis that runs of one size, or of one length, have; empty where both vary."""
+    """Return the one axis that runs of one size, length or ratio have; empty where both vary."""
     sizes, tokens, _, _ = ladder.figures(count)
     if len(set(sizes)) == 1:
         return "tokens"
+    if np.ptp(np.log(tokens / sizes)) < math.log(CELL):  # tokens follow from the size
+        return "flops"
     return "parameters" if len(set(tokens)) == 1 else ""

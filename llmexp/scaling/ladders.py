@@ -1,10 +1,10 @@
-"""Tell which runs are one ladder, and read its points: runs at their own ends, lines of a file."""
+"""Tell which runs are one ladder, and read its points: runs at their own ends."""
 
 from __future__ import annotations
 
-import csv
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,12 @@ from llmexp.compare.comparing import tokenizer_sha
 from llmexp.compare.figures import broken, figures, task
 from llmexp.compare.folding import folded
 from llmexp.compare.judging import decays_at_last
+from llmexp.compare.projects import fetch_figure
 from llmexp.compare.reading import read
 from llmexp.compare.records import TWIN, Record, is_execution
-from llmexp.config.kinds import kind_of_error
+from llmexp.compare.sources import others
+from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of
+from llmexp.compare.tables import is_table
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import plural, short_label, short_value
 from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
@@ -32,7 +35,14 @@ COUNTS = {"head": "parameters_with_head", "all": "parameters", "blocks": "parame
 GIVEN = "given"  # how a CSV file counts parameters
 DECAYED = 0.9  # a run whose last rate is more of its largest one has not come to its end
 CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
-_COLUMNS = ("N", "D", "C", "loss")
+_COLUMNS = {  # of runs of others, by the last part of their keys
+    "N": (
+        "n", "parameters_with_head", "parameters", "params", "n_params", "num_params",
+        "num_parameters", "model_size",
+    ),
+    "D": ("d", "tokens", "tokens_seen", "num_tokens", "total_tokens", "max_tokens"),
+    "C": ("c", "flops", "total_flops", "train_flops"),
+}  # fmt: skip
 UNDECAYED = "learning rate not decayed, as that of the others is"
 # A ladder varies these: they set no two ladders apart.
 _SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SHAPE_KEYS))
@@ -131,87 +141,93 @@ def decayed(r: Record) -> bool:
     return bool(known[-1] < DECAYED * known.max())
 
 
-def read_csv(path: Path) -> Ladder:
-    """Return the points of a CSV file with the columns N, D and loss, and C where it has it.
+def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[Ladder]:
+    """Return the ladders of runs that llmexp did not train, each run at its last loss.
 
-    Raises ConfigError for a file that lacks one, or holds what is no number.
+    They need the columns N, D and a loss, or C in place of one of the first two. Words that several
+    runs share set ladders apart. Raises ConfigError for what lacks a column.
     """
-    known = {c.lower(): c for c in _COLUMNS}
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            heads = [h.strip() for h in reader.fieldnames or ()]
-            reader.fieldnames = heads = [known.get(h.lower(), h) for h in heads]
-            lines = [(reader.line_num, line) for line in reader]
-    except OSError as error:
-        raise ConfigError(kind_of_error(error), f"{path}: cannot be read: {error}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        text = "its first line names the columns, such as N,D,loss"
-        raise ConfigError(
-            "damaged_file", f"{path}: is no CSV file in UTF-8 ({error}); {text}"
-        ) from None
-    if twice := [c for c in _COLUMNS if heads.count(c) > 1]:
-        raise ConfigError("bad_data", f"{path}: has the column {twice[0]} twice; leave one out")
-    columns = [c for c in _COLUMNS if c in heads]
-    if "loss" not in columns or len(columns) < 3:
-        raise ConfigError(
-            "bad_data",
-            f"{path}: needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place "
-            "of one of the first two; for example a first line N,D,loss",
-        )
-    ladder = Ladder(path.stem, [], origin=path)
-    for place, line in lines:
-        if any(line.pop(None, ())):
-            text = f"has more values than the {len(heads)} columns; a decimal sign is a point: 2.9"
-            raise ConfigError("bad_data", f"{path}: line {place}: {text}")
-        values = {head: _number(text) for head, text in line.items()}
-        for c in columns:
-            if values[c] is None:
-                text = f"{c}={line[c] or ''}: must be a number; example 2.5e8"
-                raise ConfigError("bad_data", f"{path}: line {place}: {text}")
-        given = {c: values[c] or 0.0 for c in columns}
-        label = f"line {place}"
-        if not all(0 < v < math.inf for v in given.values()):
-            ladder.out.setdefault("not finite, or not above 0", []).append(label)
+    figure = figure_of(runs, Asked(figure=figure), [])
+    fetch_figure(runs, figure)
+    where, lines = given if isinstance(given, Path) else Path("the frame"), list[Row]()
+    for run in runs:
+        ends = (row for row in run.rows[::-1] if number(row.get(figure)) is not None)
+        lines.append(run.values | next(ends, {}))
+    columns, keys = {"loss": figure}, [*dict.fromkeys(k for line in lines for k in line)]
+    for name, known in _COLUMNS.items():
+        of = (k for word in known for k in keys if re.split("[./]", k.lower())[-1] == word)
+        if (key := next(of, None)) is not None:
+            columns[name] = key
+    lower = [k.lower() for k in keys]
+    if twice := [k for k in columns.values() if lower.count(k.lower()) > 1]:
+        raise ConfigError("bad_data", f"{where}: has the column {twice[0]} twice; leave one out")
+    if len(columns) < 3:
+        text = "needs the columns N (parameters), D (tokens) and loss, or C (FLOPs) in place of "
+        text += "one of the first two; for example a first line N,D,loss"
+        raise ConfigError("bad_data", f"{where}: {text}")
+    texts = {k for line in lines for k, v in line.items() if isinstance(v, str)}
+    words = [k for k in keys if k in texts]
+    words = [k for k in words if 1 < len({line.get(k) for line in lines}) <= len(lines) / 2]
+    found: dict[str, Ladder] = {}
+    out: dict[str, list[str]] = defaultdict(list)
+    for run, line in zip(runs, lines, strict=True):
+        point = _point_of(run, line, columns, where)
+        if isinstance(point, str):
+            out[point].append(run.name)
             continue
-        n = given.get("N") or given["C"] / 6 / given["D"]
-        d = given.get("D") or given["C"] / 6 / n
-        flops = given.get("C") or 6 * n * d
-        ladder.points.append(LawPoint(label, {GIVEN: n}, d, flops, given["loss"], values))
-    if not ladder.points:
-        raise ConfigError(
-            "bad_data", f"{path}: has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
-        )
-    return ladder
+        name = short_label({k: line.get(k) for k in words}) or where.stem
+        new = Ladder(name, [], {} if found else out, origin=where)
+        found.setdefault(name, new).points.append(point)
+    if not found:
+        text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
+        raise ConfigError("bad_data", f"{where}: {text}")
+    return list(found.values())
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text or "")
-    except (TypeError, ValueError):
-        return None
+def _point_of(run: OtherRun, line: Row, columns: Mapping[str, str], where: Path) -> LawPoint | str:
+    """Return a run as a point, or why it is none. Raises ConfigError for a word in a number."""
+    given = {name: line.get(key) for name, key in columns.items()}
+    for name, value in given.items():
+        if isinstance(value, (str, bool)):
+            text = f"{columns[name]}={value}: must be a number; example 2.5e8"
+            raise ConfigError("bad_data", f"{where}: {run.name}: {text}")
+    if run.state not in ("finished", ""):
+        return run.state
+    at = {name: float(value or 0) for name, value in given.items()}
+    if not all(0 < value < math.inf for value in at.values()):
+        return "not finite, or not above 0"
+    n = at.get("N") or at["C"] / 6 / at["D"]
+    d = at.get("D") or at["C"] / 6 / n
+    return LawPoint(run.name, {GIVEN: n}, d, at.get("C") or 6 * n * d, at["loss"], line | at)
 
 
-def ladders(paths: Sequence[str | Path], axis: str | None = None) -> tuple[list[Ladder], list[str]]:
+def ladders(
+    paths: Sequence[Any],
+    axis: str | None = None,
+    figure: str | None = None,
+    chosen: str | None = None,
+) -> tuple[list[Ladder], list[str]]:
     """Return the ladders under the paths, in order, and what could not be read.
 
     Runs are of two ladders if they differ in a word (such as the optimizer), or if they lie under
     different paths and differ in a number that each path has one value of. Budgets, batches, seeds
-    and the model's sizes make none. `axis`: a knob that a law is to be over.
+    and the model's sizes make none. `axis`: a knob that a law is to be over. `figure`: the
+    loss of runs of others; `chosen`: which runs of wandb are taken.
     """
     found: list[Ladder] = []
-    files: set[Path] = set()
+    seen: set[Any] = set()
     runs: dict[Path, tuple[Path, SweepFolder]] = {}
     places: dict[Path, Path] = {}
     problems: list[str] = []
     for given in paths:
-        names = paths_of(given)
-        of_files = any(name.suffix.lower() == ".csv" for name in names)
-        for path in names if of_files else [Path(given)]:
-            if path.suffix.lower() == ".csv" and path.is_file():
-                if path.resolve() not in files:  # paths may name one twice
-                    found.append(read_csv(path))
-                files.add(path.resolve())
+        names = [] if hasattr(given, "columns") else paths_of(given)
+        for path in names if any(map(is_table, names)) else [given]:
+            key = path.resolve() if isinstance(path, Path) else id(path)
+            if key in seen:  # paths may name one twice
+                continue
+            seen.add(key)
+            if strange := others(path, Asked(filter=chosen, ends=True)):
+                found += of_others(path, strange, figure)
                 continue
             of_path, more = find([path])
             problems += more

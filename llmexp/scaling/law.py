@@ -226,8 +226,7 @@ class Surface(Law):
         seed: int = 0,
         place: tuple[float, float] | None = None,
     ) -> None:
-        self.count, self.target = count, target  # FLOPs to predict at
-        self.place = place  # a size and tokens to predict at
+        self.count, self.target, self._asked = count, target, place  # FLOPs to predict at, or that
         self.sizes, self.tokens, self.x, _ = ladder.figures(count)
         x, compute = np.log([self.sizes, self.tokens]), np.log(self.x)
         need = "train at least 3 sizes at 3 budgets, or fit one axis; for example --form power"
@@ -238,6 +237,7 @@ class Surface(Law):
         self.span = min(found), max(found)  # log compute
         largest = math.exp(self.span[1]), f"largest {self.rungs[-1].what}"
         self.ends = (float(self.x.min()), "smallest run"), largest
+        self._compute = self.span[1] if target is None else math.log(target)
 
     @cached_property
     def exponent(self) -> Estimate:
@@ -249,8 +249,25 @@ class Surface(Law):
         return Estimate.of(self.frontier.losses(math.log(x)))
 
     @cached_property
+    def place(self) -> tuple[float, float] | None:
+        """Return the size and the tokens to predict at: as asked for, else where none is the best.
+
+        There it is that of the tokens per parameter that were tried and lie next to the best ones.
+        """
+        if self._asked or not self.edge:
+            return self._asked
+        price, compute = self.frontier.price, self._compute
+        tried = np.log(self.tokens / self.sizes)
+        best = self.frontier.tokens(compute)[0] - self.frontier.sizes(compute)[0]
+        ratio = np.clip(best, tried.min(), tried.max())
+        x = np.array(compute / 2)
+        for _ in range(20):  # Newton's steps to the size of which these tokens take that compute
+            x = x - (x + ratio + price.at(x) - compute) / (1 + price.slope(x))
+        return float(np.exp(x)), float(np.exp(x + ratio))
+
+    @cached_property
     def there(self) -> Estimate | None:
-        """Return the loss at the size and the tokens that were asked for; None without them."""
+        """Return the loss at `place`; None without one."""
         if self.place is None:
             return None
         x = np.log(self.place)[:, None]
@@ -273,8 +290,7 @@ class Surface(Law):
     @cached_property
     def predicted(self) -> Optimum:
         """Return the best at the target, else at the largest compute."""
-        compute = self.span[1] if self.target is None else math.log(self.target)
-        return self._told(self.optimum(compute))
+        return self._told(self.optimum(self._compute))
 
     def _told(self, best: Optimum) -> Optimum:
         """Return it without figures where they would be guesses."""
