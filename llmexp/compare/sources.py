@@ -37,11 +37,11 @@ def gathered(given: Sequence[Any], asked: Asked) -> tuple[list[Record], list[str
 
 def others(one: Any, asked: Asked) -> list[OtherRun]:
     """Return the runs that a path means and llmexp did not train; of wandb without rows."""
-    if is_table(one):
-        return runs_of(one, asked)
     if str(one).startswith(ONLINE):
         return project_runs(str(one), asked.filter)
-    paths = paths_of(one)
+    paths = [one] if hasattr(one, "columns") else paths_of(one) or [one]
+    if all(map(is_table, paths)):
+        return [run for path in paths for run in runs_of(path, asked)]
     if files := [file for path in paths for file in offline_files(path)]:
         return [*map(offline_run, files)]
     folders = [folder for path in paths for folder in event_folders(path)]
