@@ -14,6 +14,7 @@ import pytest
 from llmexp import compare
 from llmexp.config.values import ConfigError
 from tests.conftest import HANG_S, Result, llmexp
+from tests.scaling.planted import LAWS
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 from tests.tracker.test_answer import MARKS
 from tests.tracker.test_sync import KEY
@@ -39,14 +40,27 @@ def filled(server: FakeWandb) -> None:
 
 def compared(tmp_path: Path, server: FakeWandb, *more: str) -> Result:
     words = ("compare", "wandb:someone/p/g/1", "--figure", "val_loss", "--json", *more)
+    return llmexp(*words, cwd=tmp_path, **environment(tmp_path, server))
+
+
+def environment(tmp_path: Path, server: FakeWandb) -> dict[str, str]:
     login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
-    login |= {"WANDB_MODE": "online", "LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
-    return llmexp(*words, cwd=tmp_path, **login)
+    return login | {"WANDB_MODE": "online", "LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
 
 
 def judged(data: dict[str, Any]) -> dict[str, Any]:
     keys = ("mark", "difference", "half", "val_loss")
     return {run["label"]: [run[key] for key in keys] for run in data["runs"]}
+
+
+def in_a_process(tmp_path: Path, server: FakeWandb, code: str) -> Any:
+    """What a program prints that compares runs of the server."""
+    begin = "import json, llmexp; from llmexp.compare import projects; "
+    env = os.environ | environment(tmp_path, server)
+    words = [sys.executable, "-c", begin + code]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def in_a_table(path: Path) -> dict[str, Any]:
@@ -87,6 +101,55 @@ def test_marks_are_written_back_when_asked(tmp_path: Path) -> None:
         for name, mark in marks.items():
             assert server.runs[name].summary[MARKS[0]] == mark
         assert MARKS[0] not in server.runs["stray"].summary
+
+
+def test_runs_come_in_pages_and_as_they_are_chosen(tmp_path: Path) -> None:
+    code = "projects._PAGE = 4; print(json.dumps(llmexp.compare({}).data))"
+    with FakeWandb() as server:
+        filled(server)
+        data = in_a_process(tmp_path, server, code.format("'wandb:someone/p/g/1'"))
+        assert judged(data) == in_a_table(tmp_path / "t.csv")
+        assert server.pages == 3  # of ten runs, one of them an answer
+        server.runs["0.1-1"].state = server.runs["0.3-1"].state = "crashed"
+        for given, left in (("seed=1", 3), ("seed=1,state=finished", 1)):
+            chosen = given.replace("seed", "config.seed")
+            words = f"'wandb:someone/p', figure='val_loss', filter='{chosen}'"
+            assert len(in_a_process(tmp_path, server, code.format(words))["runs"]) == left
+        none = compared(tmp_path, server, "--filter", '{"state": "running"}')
+        assert "none that --filter takes" in json.loads(none.out)["error"]["message"]
+        wrong = compared(tmp_path, server, "--filter", "seed")
+        assert "is neither KEY=VALUE nor JSON" in json.loads(wrong.out)["error"]["message"]
+
+
+def test_a_server_that_falls_silent_at_the_rows_is_left_in_time(tmp_path: Path) -> None:
+    code = """projects.SILENT_S = 3
+try:
+    llmexp.compare("wandb:someone/p/g/1", figure="val_loss")
+except llmexp.ConfigError as error:
+    print(json.dumps([error.kind, str(error)]))"""
+    with FakeWandb("hangs at rows") as server:
+        filled(server)
+        kind, text = in_a_process(tmp_path, server, f"exec({code!r})")
+    assert kind == "network"
+    assert "no answer for 3 s" in text
+    assert "wandb/offline-run-*" in text
+
+
+def test_laws_are_fitted_to_a_project(tmp_path: Path) -> None:
+    law = LAWS["hoffmann"]
+    with FakeWandb() as server:
+        for i, n in enumerate((1e7, 3e7, 1e8, 3e8)):
+            for ratio in (5, 20, 80):
+                config = {"model": {"value": {"n_params": n}}}
+                last = {"val_loss": law.loss(n, n * ratio), "tokens": n * ratio, "_step": 1}
+                rows = [{"_step": 0, "val_loss": 9.0, "tokens": n}, last]
+                run = FakeRun({"groupName": "g"}, rows, summary=last, config=config)
+                server.runs[f"{i}-{ratio}"] = run
+        server.runs["0-5"].state = "crashed"
+        code = "print(json.dumps(llmexp.fit('wandb:someone/p').data))"
+        (one,) = in_a_process(tmp_path, server, code)["ladders"]
+    assert (one["runs"], one["left_out"]) == (11, {"failed": ["0-5"]})
+    assert one["law"]["alpha"]["value"] == pytest.approx(law.alpha, rel=1e-3)
 
 
 @pytest.mark.parametrize("behaviour", ["hangs", "rate limited"])

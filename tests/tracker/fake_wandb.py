@@ -19,6 +19,7 @@ Behaviour = Literal[
     "rate limited at first",  # 429 to the first rows
     "hangs",
     "hangs after start",
+    "hangs at rows",  # lists runs, and has no row of them
     "dies in the middle",  # takes the first rows, and no connection after them
     "refuses rows",  # says no for good
     "refuses files",  # takes their names and no content
@@ -51,6 +52,7 @@ class FakeWandb:
         self.runs: dict[str, FakeRun] = {}
         self.files: dict[str, bytes] = {}  # besides rows, by name
         self.views: list[dict[str, Any]] = []  # saved workspaces
+        self.pages = 0  # of listed runs
         self.requests = 0
         self._refusals = 2
         self._closed = threading.Event()
@@ -182,6 +184,8 @@ class FakeWandb:
             case "RunParquetHistory" if run := self.runs.get(variables["runName"]):
                 found = {"parquetUrls": [], "liveData": []}
                 return {"project": {"run": {"parquetHistory": found}}}
+            case "SampledHistoryPage" | "HistoryPage" if self.behaviour == "hangs at rows":
+                self._closed.wait()
             case "SampledHistoryPage" if run := self.runs.get(variables["run"]):
                 spec = json.loads(variables["spec"])
                 low, high, keys = spec["minStep"], spec["maxStep"], spec["keys"]
@@ -237,9 +241,15 @@ class FakeWandb:
         return {}
 
     def listed(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """A page of the runs of a project, of a group where one is asked for."""
-        group, begin = json.loads(variables["filters"]).get("group"), int(variables["cursor"] or 0)
-        runs = [r for r in self.runs.items() if group in (None, r[1].variables.get("groupName"))]
+        """A page of the runs of a project, of those with the values that are asked for."""
+        wanted, begin = json.loads(variables["filters"]), int(variables["cursor"] or 0)
+        self.pages += 1
+
+        def has(run: FakeRun) -> dict[str, Any]:
+            known = {f"config.{key}": one["value"] for key, one in run.config.items()}
+            return known | {"group": run.variables.get("groupName"), "state": run.state}
+
+        runs = [r for r in self.runs.items() if wanted.items() <= has(r[1]).items()]
         end, edges = begin + variables["perPage"], list[dict[str, Any]]()
         for i, (name, run) in enumerate(runs[begin:end], begin + 1):
             about = {"id": name, "name": name, "tags": [], "systemMetrics": "{}"}
