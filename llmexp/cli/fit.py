@@ -85,7 +85,8 @@ def fit(
 ) -> Laws:
     """Fit scaling laws: the best size for a budget, the loss there, and what a change saves.
 
-    A PATH may be a CSV file with N, D, loss (and C). FILE is .json or the page, .html. See
+    A PATH may be a table with N, D, loss (and C), or wandb:ENTITY/PROJECT. FILE is .json or the
+    page, .html. See
     docs/scaling-laws.md.
     """
     check_out(out, _FORMS)

@@ -21,20 +21,19 @@ from llmexp.config.values import ConfigError, nearest
 from llmexp.system.text import listed, number
 
 _AXES = {
-    "steps": ("step", "steps", "iter", "iters", "iteration", "iterations", "global_step", "update"),
-    "tokens": ("tokens", "tokens_seen", "num_tokens", "total_tokens", "consumed_tokens"),
-    "time": ("seconds", "time_s", "train_time", "elapsed_s", "runtime"),
+    "steps": "step steps iter iters iteration iterations global_step update",
+    "tokens": "tokens tokens_seen num_tokens total_tokens consumed_tokens",
+    "time": "seconds time_s train_time elapsed_s runtime",
 }
 # The figure that is judged where none is named, the first one that there is.
-_USUAL = ("val/loss", "val_loss", "valid_loss", "validation_loss", "eval/loss", "eval_loss", "loss")
+_USUAL = "val/loss val_loss valid_loss validation_loss eval/loss eval_loss loss"
 _FIGURES = (
-    "acc", "accuracy", "bpb", "created", "date", "duration", "elapsed", "eta", "flops", "gib",
-    "hours", "mem", "memory", "mfu", "minutes", "nll", "perplexity", "ppl", "runtime", "score",
-    "seconds", "speed", "tflops", "throughput", "time", "timestamp", "updated",
-)  # fmt: skip
+    "acc accuracy bpb created date duration elapsed eta flops gib hours mem memory mfu minutes nll "
+    "perplexity ppl runtime score seconds speed tflops throughput time timestamp updated"
+)
 _LOWER = ("loss", "ppl", "perplexity", "bpb", "nll", "error", "time", "seconds", "bits", "step")
-_HIGHER = ("acc", "accuracy", "score", "mfu", "throughput", "reward", "speed")
-NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", "index", "")  # of a run's name
+_HIGHER = "acc accuracy score mfu throughput reward speed"
+RUN_NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", "index", "")
 _STATES = {
     "finished": "finished completed complete done success succeeded ok",
     "running": "running pending queued",
@@ -89,7 +88,7 @@ def _words(key: str) -> list[str]:
 def axis_in(key: str) -> str:
     """Return the axis that a key stands for, such as steps of train/global_step; else nothing."""
     last = key.lower().rpartition("/")[2].strip("_ ")
-    return next((axis for axis, names in _AXES.items() if last in names), "")
+    return next((axis for axis, names in _AXES.items() if last in names.split()), "")
 
 
 def names_seed(key: str) -> bool:
@@ -100,7 +99,7 @@ def of_figures(key: str) -> bool:
     """Tell whether a key is that of a figure by its name."""
     found = _words(key)
     rate = "per" in found or {"grad", "norm"} <= {*found}
-    return rate or any(w in _FIGURES or w.endswith("loss") for w in found)
+    return rate or any(w in _FIGURES.split() or w.endswith("loss") for w in found)
 
 
 def state_of(text: object) -> str:
@@ -163,7 +162,7 @@ def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
             raise ConfigError("unknown_row", f"--{flag} {key}: {text}")
     if asked.figure:
         return asked.figure
-    for usual in _USUAL:
+    for usual in _USUAL.split():
         if found := [k for k in keys if k.lower() == usual]:
             said.append(f"Figure: {found[0]} (--figure names another).")
             return found[0]
@@ -188,7 +187,7 @@ def _better(figure: str, given: str | None) -> str:
     found = _words(figure)
     if "per" not in found and any(w.endswith(_LOWER) for w in found):
         return "lower"
-    if "per" in found or any(w in _HIGHER for w in found):
+    if "per" in found or any(w in _HIGHER.split() for w in found):
         return "higher"
     raise ConfigError(
         "missing_value",
@@ -237,7 +236,7 @@ def _settings(
     found, unclear = list[str](), list[str]()
     for key in (vary := _varying(runs, known)):
         values = [v for run in runs if (v := run.values.get(key)) is not None]
-        shared, named = len(set(map(repr, values))) <= len(values) / 2, key.lower() in NAMES
+        shared, named = len(set(map(repr, values))) <= len(values) / 2, key.lower() in RUN_NAMES
         if all(_DATE.fullmatch(str(v)) for v in values):
             continue
         if named or any(isinstance(v, str) for v in values):

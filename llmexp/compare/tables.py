@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.compare.strangers import (
-    NAMES,
+    RUN_NAMES,
     Asked,
     OtherRun,
     Row,
@@ -51,7 +51,7 @@ def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
     keys = next(iter(rows.values()))
     named, state = (
         next((k for name in names for k in keys if k.lower() == name), None)
-        for names in (NAMES, ("state", "status"))
+        for names in (RUN_NAMES, ("state", "status"))
     )
     groups = _groups(rows, named, asked)
     if len({one[0].get(named) for one in groups.values()}) < len(groups):

@@ -1,7 +1,7 @@
-"""Fit scaling laws: runs or a CSV in, the best size for a budget and what ladders gain out.
+"""Fit scaling laws: runs or a table in, the best size for a budget and what ladders gain out.
 
 In reading order:
-ladders        runs at their own ends, lines of a CSV file, and which of them are one ladder
+ladders        runs at their own ends, runs of others, and which of them are one ladder
 surface        E + A N^-alpha + B D^-beta, or over one axis: the fit, of many samples at a time;
                the best size at some compute, the compute for some loss
 law            what every law has: draws of what could have been measured as well, intervals from

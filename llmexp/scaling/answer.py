@@ -151,7 +151,7 @@ def _count(points: Sequence[LawPoint], count: str | None) -> str:
     if not known:
         raise ConfigError(
             "cannot_fit",
-            "the paths count parameters in no common way (CSV files and runs together); fit them "
+            "the paths count parameters in no common way (tables and runs together); fit them "
             "one by one, for example llmexp fit outputs/default",
         )
     if count is None or count in known:
@@ -159,7 +159,7 @@ def _count(points: Sequence[LawPoint], count: str | None) -> str:
     if known == [GIVEN]:
         raise ConfigError(
             "idle_knob",
-            f"--count {count}: a CSV file has one N, counted as it was there; leave --count out",
+            f"--count {count}: a table has one N, counted as it was there; leave --count out",
         )
     raise ConfigError(
         "cannot_fit", f"--count {count}: not all runs know it; for example --count {known[0]}"

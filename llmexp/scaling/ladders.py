@@ -32,17 +32,14 @@ from llmexp.run.budget import BUDGETS
 from llmexp.system.text import Note, listed, number
 
 COUNTS = {"head": "parameters_with_head", "all": "parameters", "blocks": "parameters_in_blocks"}
-GIVEN = "given"  # how a CSV file counts parameters
+GIVEN = "given"  # how runs of others count parameters
 DECAYED = 0.9  # a run whose last rate is more of its largest one has not come to its end
 CELL = 1.03  # tokens of one length differ by less: budgets are exact to a step
 _COLUMNS = {  # of runs of others, by the last part of their keys
-    "N": (
-        "n", "parameters_with_head", "parameters", "params", "n_params", "num_params",
-        "num_parameters", "model_size",
-    ),
-    "D": ("d", "tokens", "tokens_seen", "num_tokens", "total_tokens", "max_tokens"),
-    "C": ("c", "flops", "total_flops", "train_flops"),
-}  # fmt: skip
+    "N": "n parameters_with_head parameters params n_params num_params num_parameters model_size",
+    "D": "d tokens tokens_seen num_tokens total_tokens max_tokens",
+    "C": "c flops total_flops train_flops",
+}
 UNDECAYED = "learning rate not decayed, as that of the others is"
 # A ladder varies these: they set no two ladders apart.
 _SIZES = ("model.shape_rule", *ONE_NUMBER, *(f"model.{name}" for name in SHAPE_KEYS))
@@ -155,7 +152,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
         lines.append(run.values | next(ends, {}))
     columns, keys = {"loss": figure}, [*dict.fromkeys(k for line in lines for k in line)]
     for name, known in _COLUMNS.items():
-        of = (k for word in known for k in keys if re.split("[./]", k.lower())[-1] == word)
+        of = (k for word in known.split() for k in keys if re.split("[./]", k.lower())[-1] == word)
         if (key := next(of, None)) is not None:
             columns[name] = key
     lower = [k.lower() for k in keys]

@@ -15,6 +15,7 @@ from llmexp import compare
 from llmexp.config.values import ConfigError
 from tests.conftest import HANG_S, Result, llmexp
 from tests.scaling.planted import LAWS
+from tests.tools import printed
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 from tests.tracker.test_answer import MARKS
 from tests.tracker.test_sync import KEY
@@ -77,7 +78,7 @@ def test_a_project_is_judged_as_a_table_is_and_read_once(tmp_path: Path) -> None
         filled(server)
         first = compared(tmp_path, server)
         assert first.code == 0, first.err
-        assert judged(json.loads(first.out)) == in_a_table(tmp_path / "t.csv")
+        assert judged(printed("compare", first.out)) == in_a_table(tmp_path / "t.csv")
         before = server.requests
         again = compared(tmp_path, server)
         assert again.out == first.out

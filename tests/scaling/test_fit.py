@@ -256,6 +256,50 @@ def test_a_size_and_tokens_have_a_loss_whatever_the_best_size(tmp_path):
         llmexp.fit(path, form="power", by="tokens", predict="N=1e9,D=2e10")
 
 
+def test_at_the_edge_the_loss_of_the_ratio_next_to_the_best_is_known(tmp_path):
+    """Also beyond the runs; sizes cost 6 N D FLOPs."""
+    law, path = LAWS["hoffmann"], tmp_path / "edge.csv"
+    points = [(n, ratio * n) for n in (1e8, 3e8, 1e9, 3e9) for ratio in (1, 2, 4)]
+    lines = [f"{n},{d},{law.loss(n, d)}" for n, d in points]
+    path.write_text("\n".join(["N,D,loss", *lines]))
+    for predict in (None, 1e22):
+        (one,) = ladders_of(path, predict=predict)
+        assert one["edge"] == "smaller"
+        at, c = one["place"], predict or 6 * 3e9 * 4 * 3e9
+        assert at["tokens"] == pytest.approx(4 * at["parameters"], rel=1e-9)
+        assert 6 * at["parameters"] * at["tokens"] == pytest.approx(c, rel=1e-9)
+        truth = law.loss(at["parameters"], at["tokens"])
+        assert at["loss"]["value"] == pytest.approx(truth, rel=1e-3)
+    assert " tokens: val loss" in llmexp.fit(path).headline.partition("No best size")[0]
+
+
+def test_sizes_of_one_ratio_have_a_power_law_over_flops(tmp_path):
+    path = tmp_path / "one.csv"
+    rows = [f"r{i},{n},{20 * n},{1.5 + n**-0.2}" for i, n in enumerate(np.geomspace(1e7, 1e9, 6))]
+    path.write_text("\n".join(["run,params,tokens,val_loss", *rows]))
+    (one,) = ladders_of(path, predict=1e22)
+    assert (one["by"], one["law"]["E"]["value"]) == ("flops", pytest.approx(1.5, rel=1e-6))
+    truth = 1.5 + (1e22 / 120) ** -0.1
+    assert one["prediction"]["loss"]["value"] == pytest.approx(truth, rel=1e-6)
+
+
+def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_path):
+    pandas, law = pytest.importorskip("pandas"), LAWS["hoffmann"]
+    points = [(n, r * n) for n in (1e7, 3e7, 1e8, 3e8) for r in (5, 20, 80)]
+    rows = [
+        {"run": f"{opt}{n}-{d}", "opt": opt, "n_params": n, "step": step, "tokens": d * step / 2,
+         "val_loss": law.loss(n, d) + off + 2 - step, "state": "done"}
+        for opt, off in (("adam", 0.0), ("muon", -0.05)) for n, d in points for step in (1, 2)
+    ]  # fmt: skip
+    rows[-1]["state"] = "crashed"
+    adam, muon = llmexp.fit(pandas.DataFrame(rows)).answer.laws
+    assert [law.ladder.name for law in (adam, muon)] == ["opt=adam", "opt=muon"]
+    assert (len(adam.losses), len(muon.losses)) == (12, 11)
+    assert adam.ladder.out == {"failed": [rows[-1]["run"]]}
+    assert adam.tokens.tolist() == [d for _, d in points]
+    assert adam.numbers["beta"].value == pytest.approx(law.beta, rel=1e-3)
+
+
 def test_rows_of_flops_show_flops(tmp_path):
     table = str(llmexp.fit(good(tmp_path, 6, 5), form="power", by="flops"))
     assert re.search(r"^ *1e18 ", table, re.M), table
