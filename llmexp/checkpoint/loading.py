@@ -230,7 +230,8 @@ def restore_model(loaded: Loaded, model: nn.Module, computed: bool = True) -> No
     try:
         buffers = loaded.state["buffers"]
         wanted = buffers if computed else buffers.keys() & model.state_dict().keys()
-        _restore_buffers({name: buffers[name] for name in wanted}, model)
+        if wanted:
+            _restore_buffers({name: buffers[name] for name in wanted}, model)
     except (AttributeError, KeyError) as error:
         raise CheckpointError(
             "damaged_file", f"{loaded.path / STATE}: other buffers: {error}"

@@ -54,8 +54,11 @@ def train(
     json: Annotated[bool, "print nothing but the result on standard output, as JSON"] = False,
 ) -> int:
     """Train one run, or a sweep (-m); return the exit code."""
-    if not json:
-        return _start_run(line)[0]
+    return _start_with_json(line) if json else _start_run(line)[0]
+
+
+def _start_with_json(line: argparse.Namespace) -> int:
+    """Train with nothing but the result, as JSON, on standard output; return the exit code."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # the only text on standard output is the result

@@ -90,7 +90,8 @@ def hydra_app(
     In the place of conf/config.yaml stands the config of `run`, where one is given. `command`: for
     a message that prints it with the overrides to paste. Raises ConfigError."""
     path = create_config_search_path(f"file://{conf_dir()}")
-    for provider, folder in search_path(config_dir, overrides):
+    asked = config_dir is not None or "hydra.searchpath" in map(key_of, overrides)
+    for provider, folder in search_path(config_dir, overrides) if asked else ():
         first = provider == "command-line"
         path.prepend(provider, folder, None if first else "schema")
     with ExitStack() as stack:
@@ -207,27 +208,30 @@ def user_errors(cfg: DictConfig | None = None) -> Iterator[None]:
     `cfg`: the config whose values are worked out there."""
     try:
         yield
-    except OverrideParseException as error:
+    except (
+        OverrideParseException, yaml.MarkedYAMLError, omegaconf.OmegaConfBaseException
+    ) as error:  # fmt: skip
+        raise _in_words(error, cfg) from None
+
+
+def _in_words(error: Any, cfg: DictConfig | None) -> ConfigError:
+    """Return the refusal of what Hydra's grammar, YAML or OmegaConf does not take."""
+    if isinstance(error, OverrideParseException):
         text = "is not an override; one looks like train.max_steps=100"
-        raise ConfigError("wrong_type", f"{error.override}: {text}") from None
-    except yaml.MarkedYAMLError as error:
+        return ConfigError("wrong_type", f"{error.override}: {text}")
+    if isinstance(error, yaml.MarkedYAMLError):
         mark: Any = error.problem_mark or error.context_mark
-        raise ConfigError(
-            "damaged_file", f"{mark.name}: line {mark.line + 1}: {error.problem}"
-        ) from None
-    except omegaconf.OmegaConfBaseException as error:
-        key = re.sub(r"\[(\w+)\]", r".\1", error.full_key or "")
-        value = NO_DEFAULT if cfg is None else at(unresolved(cfg), key)
-        kind, why = _UNKNOWN.get(type(error), ("wrong_type", "cannot be worked out"))
-        for name in VARIABLE.findall(str(value)):
-            if name not in os.environ:
-                kind, why = (
-                    "missing_value",
-                    f"the environment variable {name} is not set; set it where the run starts, ",
-                )
-                why += f"such as with export {name}=..."
-        shown = f"{key}: {why}" if value is NO_DEFAULT else str(refuse(kind, key, value, why))
-        raise ConfigError(kind, shown, key) from None
+        return ConfigError("damaged_file", f"{mark.name}: line {mark.line + 1}: {error.problem}")
+    key = re.sub(r"\[(\w+)\]", r".\1", error.full_key or "")
+    value = NO_DEFAULT if cfg is None else at(unresolved(cfg), key)
+    kind, why = _UNKNOWN.get(type(error), ("wrong_type", "cannot be worked out"))
+    for name in VARIABLE.findall(str(value)):
+        if name not in os.environ:
+            kind = "missing_value"
+            why = f"the environment variable {name} is not set; set it where the run starts, "
+            why += f"such as with export {name}=..."
+    shown = f"{key}: {why}" if value is NO_DEFAULT else str(refuse(kind, key, value, why))
+    return ConfigError(kind, shown, key)
 
 
 _UNKNOWN: dict[type, tuple[Kind, str]] = {

@@ -19,9 +19,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from llmexp.config.convert import checked_knob, convert_value
-from llmexp.config.kinds import Kind
 from llmexp.config.parts import COMMON, declared
-from llmexp.config.values import ConfigError, Knob, hint, is_ours, nearest, nested, refuse
+from llmexp.config.values import (
+    NO_DEFAULT,
+    ConfigError,
+    Knob,
+    hint,
+    is_ours,
+    nearest,
+    nested,
+    refuse,
+)
 from llmexp.config.variables import fill
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
@@ -35,6 +43,7 @@ OWN = {
     "hooks": ("llmexp.verify.record",),
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
+_OTHER = "a run folder of another version goes on with that version"
 _EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
 # Hydra's words for calling functions
 RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
@@ -92,34 +101,34 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse("wrong_type", key, dotted, "the dotted name of a function is needed", example)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
-    other = "a run folder of another version goes on with that version"
-    allow = "a package of your own is allowed by its name on the command line: --allow mypackage"
-    text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
-    not_allowed = refuse(
-        "not_allowed", key, dotted, f"{text}; {other if is_ours(dotted) else allow}"
-    )
-    if not inside(module_name, packages):
-        raise not_allowed
+    found, defined = None, module_name
+    if inside(module_name, packages):
+        found = getattr(_imported(key, dotted, module_name), name, NO_DEFAULT)
+        if found is NO_DEFAULT:
+            known = [n for n in dir(sys.modules[module_name]) if not n.startswith("_")]
+            text = f"{module_name} has no {name}.{nearest(name, known)}"
+            text += f"; {_OTHER}" if is_ours(module_name) else ""
+            raise refuse("unknown_option", key, dotted, text)
+        # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
+        defined = _defined_in(found)
+    if not callable(found) or not inside(defined, packages):
+        way = "a package of your own is allowed by its name on the command line: --allow mypackage"
+        text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
+        raise refuse("not_allowed", key, dotted, f"{text}; {_OTHER if is_ours(dotted) else way}")
+    return cast(Callable[..., Any], found)
+
+
+def _imported(key: str, dotted: str, name: str) -> types.ModuleType:
+    """Return a module that may hold a part. Raises ConfigError."""
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(name)
     except Exception as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
+        if absent is not None and (name == absent or name.startswith(absent + ".")):
             text = f"there is no module {absent} on the path (looked in the current folder too)"
             raise refuse("missing_package", key, dotted, text) from None
-        text = f"importing {module_name} failed: {described(error)}"
+        text = f"importing {name} failed: {described(error)}"
         raise refuse("bad_own_part", key, dotted, text) from error
-    if not hasattr(module, name):
-        known = [n for n in dir(module) if not n.startswith("_")]
-        text = f"{module_name} has no {name}.{nearest(name, known)}"
-        raise refuse(
-            "unknown_option", key, dotted, f"{text}; {other}" if is_ours(module_name) else text
-        )
-    found = getattr(module, name)
-    # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
-    if not callable(found) or not inside(_defined_in(found), packages):
-        raise not_allowed
-    return cast(Callable[..., Any], found)
 
 
 def described(error: BaseException) -> str:
@@ -197,27 +206,29 @@ def bind(
         except (ConfigError, MemoryError):
             raise
         except Exception as error:
-            if type(error).__name__ == "OutOfMemoryError":  # torch's
-                raise
             try:
                 signature.bind(*args, **knobs, **extra)
             except TypeError as misfit:
-                raise ConfigError(
-                    "missing_value", f"{section}: {values['_target_']}: {misfit}"
-                ) from None
-            text, is_value = str(error), isinstance(error, ValueError)
-            kind: Kind = "out_of_range"
-            named = is_value and (f"{section}." in text or f"{section}=" in text)
-            if not named and (inside_allowed(_defined_in(target)) or _own_frames(error)):
-                text = f"{section}: {values['_target_']} failed: {described(error)}"
-                kind = "bad_own_part"
-            elif not is_value:
+                text = f"{section}: {values['_target_']}: {misfit}"
+                raise ConfigError("missing_value", text) from None
+            if (refused := _refused(section, values["_target_"], target, error)) is None:
                 raise
-            elif not named:
-                text = f"{section}: {text}"
-            raise ConfigError(kind, text) from error
+            raise refused from error
 
     return call
+
+
+def _refused(section: str, dotted: str, target: Any, error: Exception) -> ConfigError | None:
+    """Return the refusal of knobs with which a section's function fails; None: it is our fault."""
+    text, is_value = str(error), isinstance(error, ValueError)
+    named = is_value and (f"{section}." in text or f"{section}=" in text)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        return None
+    if not named and (inside_allowed(_defined_in(target)) or _own_frames(error)):
+        return ConfigError("bad_own_part", f"{section}: {dotted} failed: {described(error)}")
+    if not is_value:
+        return None
+    return ConfigError("out_of_range", text if named else f"{section}: {text}")
 
 
 def resolve(

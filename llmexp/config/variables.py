@@ -59,6 +59,11 @@ def fill(value: Any, key: str) -> Any:
         return [fill(v, key) for v in value]
     if not isinstance(value, str) or not (names := VARIABLE.findall(value)):
         return value
+    return _filled(value, names, key)
+
+
+def _filled(value: str, names: list[str], key: str) -> Any:
+    """Return a text with the values of the variables that it names."""
     for name in names:
         if name not in os.environ:
             text = f"the environment variable {name} is not set"

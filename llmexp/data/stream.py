@@ -227,7 +227,8 @@ class Corpus:
 
         Raises DataChanged where other ids may be read now.
         """
-        return [text for s in self.shards(labels=True) if (text := s.check_content())]
+        opened = [s for s in self.shards(labels=True) if s.mapped is not None]
+        return [text for s in opened if (text := s.check_content())]
 
     def states(self) -> dict[str, int]:
         """Path -> bytes of the files when they were opened, for `cut_files`."""
@@ -235,13 +236,11 @@ class Corpus:
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
-    """Return `found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays.
+    """Return a `Corpus` of what is a tuple (train, val) of 1-d integer arrays.
 
     `val` may be None. With `vocab_size` the ids of such arrays are checked. Raises ValueError for
     anything else.
     """
-    if isinstance(found, Corpus):
-        return found
     what = "data._target_: the function must return a Corpus or a tuple (train, val) of 1-d "
     what += "integer numpy arrays"
     if not isinstance(found, (tuple, list)) or len(found) != 2:

@@ -37,6 +37,7 @@ RECORDED = ("overrides", "label", "group", "swept", "place")  # of a request, in
 LAYERS, SPIKES = "layers.jsonl", "spikes"
 # what a worker does in place of training (`modes`), and what it has found
 ASKED, FOUND = "asked.json", "found.json"
+AVERAGE = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 LEAVE_S = 60.0  # for a run to save and leave whose starter is gone
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 # of a status, but for the figures of an end

@@ -24,7 +24,7 @@ from llmexp.system.text import first_of
 ELEMENTS = 2**22  # of a sum in float64
 PART_BYTES = 2**30  # of a file, all of which is in memory while it is written
 EMA_OF = "the ema of "
-RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
+RECORD = rundir.AVERAGE
 
 
 def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:

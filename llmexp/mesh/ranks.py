@@ -224,8 +224,6 @@ def place_of_this_host(nnodes: int, ranks: int) -> tuple[int, dict[str, str]]:
 
     Slurm says so to the process that it starts on each node. Raises ConfigError where it does not.
     """
-    if nnodes == 1:
-        return 0, {}
     env = os.environ
     try:
         nodes, node = int(env["SLURM_NNODES"]), int(env["SLURM_NODEID"])

@@ -122,8 +122,11 @@ def share_buffers(mesh: Mesh, model: nn.Module) -> None:
     So ranks begin each step and each evaluation with the same ones. Models of ours have none. One
     that is of another shape on some rank, or not there, is a cache (`looking`), and stays.
     """
-    if not mesh.distributed or is_shipped(model):
-        return
+    if mesh.distributed and not is_shipped(model):
+        _share_each(mesh, model)
+
+
+def _share_each(mesh: Mesh, model: nn.Module) -> None:
     own = {name: local_part(buffer).detach() for name, buffer in model.named_buffers()}
     kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.items()}
     listed = [kinds]

@@ -78,7 +78,10 @@ def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
         with contextlib.nullcontext() if last else module.no_sync():
             yield
         if last:
-            _reduce_unused(module)
+            try:
+                module._check_reducer_finalized()
+            except RuntimeError as error:
+                _reduce_unused(module, error)
         return
     if mesh.sharding is not None and mesh.reduces_once:
         sharded: Any = module  # fully_shard has made it an FSDPModule
@@ -87,16 +90,13 @@ def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
     yield
 
 
-def _reduce_unused(module: nn.parallel.DistributedDataParallel) -> None:
+def _reduce_unused(module: nn.parallel.DistributedDataParallel, error: RuntimeError) -> None:
     """Reduce the parameters that a backward pass on this rank has left out: with gradient 0 here.
 
     DDP has not begun the reduction of their buckets, for which other ranks may wait.
     """
-    try:
-        module._check_reducer_finalized()
-    except RuntimeError as error:
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not (left_out := re.search(r"did not receive grad[^:]*: ([\d ]+)", str(error))):
-            raise
-        unused = [parameters[int(number)] for number in left_out[1].split()]
-        torch.autograd.backward(unused, [torch.zeros_like(p) for p in unused])
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not (left_out := re.search(r"did not receive grad[^:]*: ([\d ]+)", str(error))):
+        raise error
+    unused = [parameters[int(number)] for number in left_out[1].split()]
+    torch.autograd.backward(unused, [torch.zeros_like(p) for p in unused])

@@ -358,6 +358,10 @@ def project(attention: Any, x_btd: Tensor) -> Sequence[Tensor]:
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     if attention.split_over_ranks or not in_one_product(x_btd.device):
         return products(attention, x_btd, q, k, v)
+    return _joined_product(x_btd, q, k, v)
+
+
+def _joined_product(x_btd: Tensor, q: Any, k: Any, v: Any) -> Sequence[Tensor]:
     weight = torch.cat((q.weight, k.weight, v.weight))
     bias = None if q.bias is None else torch.cat((q.bias, k.bias, v.bias))
     sizes = [m.out_features for m in (q, k, v)]

@@ -153,6 +153,23 @@ def attend(
     `grouped`: several query heads share a key and value head. `scale`: of the products of queries
     and keys; None: 1 / sqrt(head width).
     """
+    if documents is None and not grouped:
+        return F.scaled_dot_product_attention(
+            q_bhtk, k_bgtk, v_bgtk, dropout_p=dropout, is_causal=True, scale=scale
+        )
+    return _attend_inside(q_bhtk, k_bgtk, v_bgtk, documents, dropout, grouped, scale)
+
+
+def _attend_inside(
+    q_bhtk: Tensor,
+    k_bgtk: Tensor,
+    v_bgtk: Tensor,
+    documents: Documents | KVCache | None,
+    dropout: float,
+    grouped: bool,
+    scale: float | None,
+) -> Tensor:
+    """Return attention inside documents, after the keys of a cache, or of heads in groups."""
     if isinstance(documents, KVCache):
         k_bgtk, v_bgtk = documents.join(k_bgtk, v_bgtk)
         several = q_bhtk.shape[2] > 1

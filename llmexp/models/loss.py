@@ -261,6 +261,12 @@ class SummedLoss(nn.Module):
             # Uncompiled: texts have many lengths, and each would be compiled anew.
             with torch.no_grad(), self._eager():
                 return self._unsummed(tokens_bt, targets_bt)
+        if self._losing:
+            return self._with_added(tokens_bt, targets_bt)
+        return self._nll(tokens_bt, targets_bt)
+
+    def _with_added(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        """Return the loss, with those that modules add in its gradient alone."""
         losses = list[Tensor]()
         for module in self._losing:
             module.added_losses = losses

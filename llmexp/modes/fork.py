@@ -20,11 +20,14 @@ from llmexp.config.sections import Config, plain
 from llmexp.config.values import ConfigError, flatten, refuse, typed
 from llmexp.data.stream import Corpus
 from llmexp.folders import rundir
+from llmexp.folders.rows import LINEAGE, rows_up_to
+from llmexp.folders.steps import STEPS_BIN, steps_up_to
 from llmexp.hf.average import refuse_average
 from llmexp.hf.sizes import CONVERTED
 from llmexp.optim import precision
 from llmexp.run import Parent
 from llmexp.run.stages import recorded_stages, stage_at
+from llmexp.system import fileio
 from llmexp.system.redact import as_recorded
 from llmexp.system.text import first_of
 from llmexp.tracker.fields import run_fields
@@ -50,6 +53,13 @@ def run(config: Config, model: nn.Module) -> Callable[[Corpus], Parent]:
         raise refuse(error.kind, "fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)
     return functools.partial(parent_of, config, path, tree, recorded, loaded)
+
+
+def record_lineage(path: Path, parent: Path, step: int) -> None:
+    """Write the rows and the figures of the steps of a fork's parents into its folder."""
+    fileio.write_whole(path / STEPS_BIN, steps_up_to(parent, step))
+    lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows_up_to(parent, step)]
+    fileio.write_whole(path / LINEAGE, "".join(lines))
 
 
 def parent_of(

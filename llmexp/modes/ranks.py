@@ -56,7 +56,9 @@ def watch(path: Path, parts: Parts) -> tuple[int, str]:
     signal stops the ranks before they could save.
     """
     chosen, layout = parts.config.parallelism, parts.run.layout
-    first_rank, meeting = ranks.place_of_this_host(layout.nnodes, layout.nproc_per_node)
+    first_rank, meeting = 0, dict[str, str]()
+    if layout.nnodes > 1:
+        first_rank, meeting = ranks.place_of_this_host(layout.nnodes, layout.nproc_per_node)
     plan = ranks.Plan(
         path,
         layout.nproc_per_node,

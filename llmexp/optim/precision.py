@@ -146,13 +146,12 @@ class Scaler:
 
         An overflow is a gradient norm that is not finite; no scale changes the loss.
         """
-        if self.enabled:
-            overflow = ~norm.isfinite()
-            self._steps = torch.where(overflow, 0, self._steps + 1)
-            grown = self._steps == self._growth_interval
-            self._steps = torch.where(grown, 0, self._steps)
-            larger = torch.where((self.value * 2).isfinite() & grown, self.value * 2, self.value)
-            self.value = torch.where(overflow, self.value * 0.5, larger)
+        overflow = ~norm.isfinite()
+        self._steps = torch.where(overflow, 0, self._steps + 1)
+        grown = self._steps == self._growth_interval
+        self._steps = torch.where(grown, 0, self._steps)
+        larger = torch.where((self.value * 2).isfinite() & grown, self.value * 2, self.value)
+        self.value = torch.where(overflow, self.value * 0.5, larger)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps. The host waits."""

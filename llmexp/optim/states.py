@@ -89,9 +89,9 @@ def apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     A tensor that has a key for itself is among the tensors alone.
     """
-    tensors: dict[str, Tensor] = {}
-    plain = {key: taken_apart(key, value, tensors) for key, value in state.items()}
-    return {key: value for key, value in plain.items() if key not in tensors}, tensors
+    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor) and not is_packed(v)}
+    others = [key for key in state if key not in tensors]
+    return {key: taken_apart(key, state[key], tensors) for key in others}, tensors
 
 
 def together(plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:

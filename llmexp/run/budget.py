@@ -131,21 +131,13 @@ def solve_budget(
         total = begin.sequences + (wanted - begin.tokens) // sequence_length
     else:
         total = stage_at(stages, value).sequences_at(value)
-    if begin.step and total <= begin.sequences:
-        epochs = begin.sequences / train_sequences
-        raise refuse(
-            "out_of_range",
-            key,
-            value,
-            f"counts the parent's part too, and that is {begin.step:,} steps, "
-            f"{begin.tokens:,} tokens and {epochs:.4g} epochs at fork.step={begin.step}: "
-            "nothing is left to train",
-            _longer(key, begin, stages, sequence_length, train_sequences, token_cost),
-        )
-    if total < 1:
-        text, least = f"is less than one sequence of {sequence_length} tokens", None
-        if key == "train.max_flops":
-            least = float(f"{sequence_length * (token_cost.flops_per_token or 0) * 1.01:.3g}")
+    if total <= begin.sequences:
+        text = f"is less than one sequence of {sequence_length} tokens"
+        if begin.step:
+            text = f"counts the parent's part too, and that is {begin.step:,} steps, "
+            text += f"{begin.tokens:,} tokens and {begin.sequences / train_sequences:.4g} epochs "
+            text += f"at fork.step={begin.step}: nothing is left to train"
+        least = _longer(key, begin, stages, sequence_length, train_sequences, token_cost)
         raise refuse("out_of_range", key, value, text, least)
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)

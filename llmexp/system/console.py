@@ -80,12 +80,10 @@ class Console:
     def progress(
         self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
     ) -> None:
-        """Move the bar to `step`.
+        """Move the bar of a `live` terminal to `step`.
 
         It is drawn at most every 0.2 s, and only here: no thread of its own.
         """
-        if not self.live:
-            return
         now = time.monotonic()
         if now - self._last_refresh < REFRESH_INTERVAL_S and step < self._total_steps:
             return

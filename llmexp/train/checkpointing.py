@@ -196,13 +196,11 @@ def save_what_can_be(loop: Loop) -> None:
         loop.out.console.line(f"WARNING: {error}")
 
 
-def finish_alone(loop: Loop) -> None:
+def finish_alone(loop: Loop, due: Saving) -> None:
     """Finish the checkpoint that is on its way, on this rank alone; print why where it cannot be.
 
     Other ranks may be gone, or write their parts meanwhile: rank 0 waits OTHERS_S for these."""
-    due, loop.saving = loop.saving, None
-    if due is None:
-        return
+    loop.saving = None
     try:
         due.task.result()
         if loop.out.main and not due.committing:

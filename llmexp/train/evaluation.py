@@ -33,10 +33,10 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
         for name, stream in parts.corpus.val_sets.items():
             if stream is main:
                 sets |= {f"val/{name}/{key[4:]}": value for key, value in found.items()}
-            else:
-                there = stream.n_sequences(run.sequence_length)
-                sequences = min(there, -(-most // run.sequence_length)) if most else there
-                sets |= losses(stream, sequences, f"val/{name}")
+                continue
+            there = stream.n_sequences(run.sequence_length)
+            sequences = min(there, -(-most // run.sequence_length)) if most else there
+            sets |= losses(stream, sequences, f"val/{name}")
         for evaluate in setup.features.on("evaluate"):
             sets |= evaluate(functools.partial(losses, main, run.eval_sequences))
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
@@ -65,7 +65,8 @@ def evaluate_stream(
                 sums[0] += setup.loss(tokens_bt.to(device), targets_bt.to(device))
             targets = targets_bt.numpy()
             sums[1] += int((targets != IGNORE_INDEX).sum())
-            sums[2] += float(parts.text_bytes.at(stream, starts_b, targets).sum())
+            if parts.corpus.is_text:
+                sums[2] += float(parts.text_bytes.at(stream, starts_b, targets).sum())
     nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:
         return {}

@@ -20,9 +20,9 @@ from llmexp.config.values import ConfigError, flatten
 from llmexp.config.variables import VARIABLE, is_secret
 from llmexp.folders import rundir
 from llmexp.folders.door import RUN_FORMAT, config_yaml
-from llmexp.folders.rows import LINEAGE, rows_up_to
+from llmexp.folders.rows import LINEAGE
 from llmexp.folders.rundir import refuse_folder
-from llmexp.folders.steps import STEPS_BIN, steps_up_to
+from llmexp.folders.steps import STEPS_BIN
 from llmexp.run import Parent
 from llmexp.run.budget import EXTENDING
 from llmexp.system import fileio
@@ -70,9 +70,10 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     wanted = Path(request["folder"])
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
+        rundir.check_plain(wanted)
+    if (wanted / rundir.AVERAGE).exists():
         from llmexp.hf.average import refuse_average
 
-        rundir.check_plain(wanted)
         refuse_average(wanted)
     refuse_folder(wanted, there, parts.config.checkpoint.resume)
     if there:
@@ -121,16 +122,14 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     known, here = there.get("config"), fixed_facts(parts)
     old = known if isinstance(known, dict) else fixed_part(rundir.read_config(path))
     keys = differing(old, here["config"])
+    where = loaded.path if loaded else path
     if fixed := [key for key in keys if key not in EXTENDING]:
-        # of a section with another function that alone, as its knobs differ for that
-        other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
-        named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
-        shown = ", ".join(f"{k} ({old.get(k)} there, {here['config'].get(k)} here)" for k in named)
+        again = rundir.command_on(path, "train", ("fork.run", path), "...")
         raise ConfigError(
             "other_run",
-            f"{loaded.path if loaded else path}: is another run; differing keys, which change "
-            f"results and so are fixed: {shown}; for a new run with other values that goes on from "
-            f"here: {rundir.command_on(path, 'train', ('fork.run', path), '...')}",
+            f"{where}: is another run; differing keys, which change results and so are fixed: "
+            f"{_shown(fixed, old, here['config'])}; for a new run with other values that goes on "
+            f"from here: {again}",
         )
     if keys and loaded is not None:  # else nothing is trained yet
         from llmexp.modes import extending
@@ -142,7 +141,6 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
         text = f"the environment has another value of {', '.join(sorted(changed))} now"
         raise ConfigError("other_run", f"{path}: is another run; {text}")
-    where = loaded.path if loaded else path
     for other in features.offered("assembly", "other"):
         if text := other(there, here):
             raise ConfigError("other_run", f"{where}: {text}")
@@ -151,6 +149,13 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         text = f"the data changed since the run started ({parts.run.data})"
         way = "if no file did, go on with the version of llmexp that began the run"
         raise ConfigError("other_run", f"{where}: {text}; {way}")
+
+
+def _shown(keys: list[str], old: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return keys with both values; of a section with another function that alone."""
+    other = {key.partition(".")[0] for key in keys if key.endswith("._target_")}
+    named = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in other]
+    return ", ".join(f"{k} ({old.get(k)} there, {now.get(k)} here)" for k in named)
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -206,11 +211,9 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
         run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))
     if (parent := parts.run.parent) is not None and not (path / LINEAGE).exists():
-        begun = Path(parent.folder), parent.step
-        fileio.write_whole(path / STEPS_BIN, steps_up_to(*begun))
-        rows = rows_up_to(*begun)
-        lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
-        fileio.write_whole(path / LINEAGE, "".join(lines))
+        from llmexp.modes import fork
+
+        fork.record_lineage(path, Path(parent.folder), parent.step)
     for record in features.offered("folders", "record"):
         record(path, (path / rundir.METRICS).exists())
     rundir.write_status(

@@ -112,7 +112,8 @@ def train(loop: Loop) -> str:
         slow = due.evaluation or due.measures or due.checkpoint or due.acts
         if loop.out.rows is not None and (slow or loop.out.rows.due):
             show_rows(loop)
-        loop.out.console.progress(progress.step, *loop.shown)
+        if loop.out.console.live:
+            loop.out.console.progress(progress.step, *loop.shown)
         if progress.step == first + 1:  # all ranks are there, compiled and warm
             mesh.shorten_timeout(loop.mesh, config.parallelism.timeout_s)
         if due.checkpoint:

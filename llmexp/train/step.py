@@ -161,7 +161,8 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
         act(window, skip)
     for figures_of in setup.features.on("figures"):
         more |= figures_of(targets, scale)
-    setup.scaler.update(norm)
+    if setup.scaler.enabled:
+        setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     return Outcome(targets, skip, loss, norm, norm_after, clipped, scale, more, lr, own_nll)

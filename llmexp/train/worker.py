@@ -191,17 +191,18 @@ def carry_out(loop: Loop, asked: dict[str, Any]) -> str:
 
     Raises TrainingFailed."""
     try:
-        if not asked:
-            return train(loop)
-        from llmexp.modes import calibration, replay
-
-        mode = {"calibration": calibration.run, "replay": replay.run}[asked["mode"]]
-        found = mode(loop, asked)
+        return _carry_out_mode(loop, asked) if asked else train(loop)
     except NotFinite as bad:
         from llmexp.modes import diagnosis
 
         raise TrainingFailed(diagnosis.run(loop, bad), "not_finite") from None
-    if found is None:
+
+
+def _carry_out_mode(loop: Loop, asked: dict[str, Any]) -> str:
+    from llmexp.modes import calibration, replay
+
+    mode = {"calibration": calibration.run, "replay": replay.run}[asked["mode"]]
+    if (found := mode(loop, asked)) is None:
         return "preempted"
     if loop.out.main:
         fileio.write_json(loop.out.path / rundir.FOUND, found)
@@ -213,7 +214,8 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
 
     Also where it fails, with a device that is lost or a disk that is full."""
     out = loop.out
-    finish_alone(loop)
+    if loop.saving is not None:
+        finish_alone(loop, loop.saving)
     summary = summarise(loop)
     try:
         close_rows(loop, state)

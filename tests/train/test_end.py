@@ -199,13 +199,12 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):
     loop = made(step=3)
-    finish_alone(loop)
     on_its_way(loop, tmp_path)
-    finish_alone(loop)
+    finish_alone(loop, loop.saving)
     assert (tmp_path / "committed").exists()
     assert (loop.saving, loop.saved) == (None, [2])
     loop.saving = Saving(2, lambda: tmp_path, loop.writer.submit(Place(full=True).close))
-    finish_alone(loop)
+    finish_alone(loop, loop.saving)
     assert loop.out.console.lines[-1].endswith("step 2 was not finished: no room")
 
 
@@ -220,7 +219,7 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
         threading.Timer(0.3, (files / "written-00001.json").touch).start()
     elif way == "written":
         (files / "written-00001.json").touch()
-    finish_alone(loop)
+    finish_alone(loop, loop.saving)
     lost = way == "not written"
     assert (tmp_path / "committed").exists() == (not lost)
     assert len(loop.out.console.lines) == lost

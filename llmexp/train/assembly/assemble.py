@@ -144,7 +144,7 @@ def assemble(
     place = placed(config)
     config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     _check_batch(config, dp_size := place.layout.dp_size)
-    hooks = own_hooks(config.hooks)
+    hooks = own_hooks(config.hooks) if config.hooks else []
     # inputs: tokenizer and vocabulary
     tokenizer = cached(build_tokenizer, config.tokenizer)
     kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)

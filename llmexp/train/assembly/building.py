@@ -212,13 +212,19 @@ def shaped(
         if section.get("d_ff", 0) is None and isinstance(width, int) and draws_by_blocks(section):
             section = section | {"d_ff": target.mlp_width(width)}
         return section, None
+    return _sized(section | fill(asked, "model"), kind, end, cached, target)
+
+
+def _sized(
+    section: dict[str, Any], kind: str, end: int | None, cached: Callable[..., Any], target: Any
+) -> tuple[dict[str, Any], str | None]:
     from llmexp.run.shape import solve_shape
 
     def count(sizes: dict[str, Any]) -> int:
         model = cached(build_on_meta, sizes, kind, end)
         return parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
 
-    return solve_shape(section | fill(asked, "model"), count, getattr(target, "mlp_factor", 4.0))
+    return solve_shape(section, count, getattr(target, "mlp_factor", 4.0))
 
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:

@@ -69,12 +69,13 @@ def build_corpus(
         return found.build(tokenizer, length, ask_again) if of_documents else found
 
     found = bind("data", data, offered, built)()
-    try:
-        found = as_corpus(found, vocab_size=vocab_size)
-    except ValueError as error:
-        raise ConfigError(
-            kind_of_error(error, "bad_own_part"), f"{error}{place_of(data, 'data')}"
-        ) from None
+    if not isinstance(found, Corpus):
+        try:
+            found = as_corpus(found, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ConfigError(
+                kind_of_error(error, "bad_own_part"), f"{error}{place_of(data, 'data')}"
+            ) from None
     if document_mask and not found.has_documents:
         text = f"data={data['_target_'].rpartition('.')[2]} has no documents"
         raise refuse("unsupported", "batch.document_mask", True, text, False)

@@ -141,10 +141,16 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
         text = "computes blocks again, and the model has no list of them named `blocks`"
         key = "parallelism.activation_checkpointing"
         raise refuse("unsupported", key, p.activation_checkpointing, text, "none")
-    if tp == 1:
-        return warnings
+    if tp > 1:
+        _check_tensor_parallel(config, tp, loss)
+    return warnings
+
+
+def _check_tensor_parallel(config: Config, tp: int, loss: SummedLoss) -> None:
+    """Raise ConfigError for a model or an optimizer that no plan splits over `tp` ranks."""
     from llmexp.mesh.sharding import tensor_parallel_plan
 
+    p = config.parallelism
     check_split(config.model, tp)
     if p.sequence_parallel:
         check_tokens(config.batch.sequence_length, tp)
@@ -171,4 +177,3 @@ def check_parallel(config: Config, place: Placement, loss: SummedLoss) -> list[s
             text,
             "llmexp.optim.optimizers.adamw.adamw",
         )
-    return warnings

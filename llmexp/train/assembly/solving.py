@@ -20,6 +20,7 @@ from llmexp.config.sections import Config
 from llmexp.config.targets import bind
 from llmexp.config.values import refuse
 from llmexp.config.variables import fill
+from llmexp.data.mixture import Mixture
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.folders.versions import source_commit, versions
@@ -103,7 +104,11 @@ def run_facts(
         precision_reason=place.reason,
         compiled=place.compiled_because,
         initial=f"{given} ({sizes_in(section)})" if begins_with else None,
-        groups=group_shares(config.optimizer, bare.given, bare.optimizers),
+        groups=(
+            group_shares(config.optimizer, bare.given, bare.optimizers)
+            if config.optimizer.get("groups")
+            else ()
+        ),
         parametrization=width_words(bare.given, bare.optimizers),
         rule=rule,
         shape=shape,
@@ -145,22 +150,22 @@ def solve_run(
     ConfigError."""
     made_of = cached(versions), cached(source_commit)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), *made_of)
-    sources = []
-    if (mixed := corpus.mixed) is not None:
-        shares = mixed.shares(run.total_sequences, run.sequence_length)
-        for name, (sequences, epochs) in shares.items():
-            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
-                text = f"the run would walk the source {name} {epochs:.4g} times"
-                raise refuse(
-                    "out_of_range", "data.max_epochs", mixed.max_epochs, text, math.ceil(epochs)
-                )
-            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
     return dataclasses.replace(
         run,
         warnings=(*warnings, *corpus.warnings, *_too_late(config, run)),
-        sources=tuple(sources),
+        sources=() if corpus.mixed is None else tuple(_sources(corpus.mixed, run)),
         **features.merged("assembly", "known", solved, run),
     )
+
+
+def _sources(mixed: Mixture, run: Run) -> Iterator[SourceShare]:
+    """Yield what the run takes of each source. Raises ConfigError for too many epochs of one."""
+    for name, (sequences, epochs) in mixed.shares(run.total_sequences, run.sequence_length).items():
+        if mixed.max_epochs is not None and epochs > mixed.max_epochs:
+            text = f"the run would walk the source {name} {epochs:.4g} times"
+            least = math.ceil(epochs)
+            raise refuse("out_of_range", "data.max_epochs", mixed.max_epochs, text, least)
+        yield SourceShare(name, mixed.tokens[name], sequences, epochs)
 
 
 def _warmup(section: dict[str, Any], total: int) -> int:
