@@ -81,14 +81,18 @@ def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]
 
 
 def piece_of(tensor: Tensor) -> Piece:
-    """Return this rank's part of a tensor, sharing its memory.
+    """Return this rank's part of a tensor, sharing its memory."""
+    if is_split(tensor):
+        return _piece_of_split(tensor)
+    return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
 
-    Raises ValueError for a DTensor whose part is not the box that its placements say.
-    """
+
+def _piece_of_split(tensor: Tensor) -> Piece:
+    """Return this rank's part of a DTensor.
+
+    Raises ValueError where it is not the box that its placements say."""
     shape = tuple(tensor.shape)
     offset, size = [0] * tensor.ndim, list(shape)
-    if not is_split(tensor):
-        return Piece(tensor.detach(), shape, tuple(offset))
     sharded: Any = tensor.detach()
     mesh = sharded.device_mesh
     cuts = zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True)

@@ -39,7 +39,7 @@ def run_command(command: str, words: list[str]) -> int:
     standard error, then the answer is printed: `data` as JSON, or by its `show()`, or its text.
     """
     function = function_of(command)
-    if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(words) and command in ("train", "plan", "prepare"):
         from llmexp.cli.help import print_help
 
         print_help(command, function, words)
@@ -58,8 +58,10 @@ def run_command(command: str, words: list[str]) -> int:
     if ranks > 1:
         release_signals()
     found = call(function, args)
-    if isinstance(found, int):
-        return found
+    return found if isinstance(found, int) else _print(found, args)
+
+
+def _print(found: Any, args: argparse.Namespace) -> int:
     for problem in getattr(found, "problems", ()):
         warn(problem)
     if os.environ.get("RANK", "0") != "0":

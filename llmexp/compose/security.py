@@ -215,6 +215,8 @@ def fill_tracker(tree: dict[str, Any]) -> list[str]:
     """
     if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
         return []
+    if tree["tracker"].get("kind") == "none":
+        return []
     tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
     return [f"wandb: {redacted(text)}" for text in unused]
 

@@ -71,11 +71,7 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
     fields = {field_key(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
     for key in mapping:
         if key not in fields:
-            own = f" A key of your own goes into the section user: +user.{key}=..."
-            own = own if prefix.count(".") < 2 else ""
-            near = nearest(str(key), fields)
-            tail = f"{near}{own}" if near else f"{own}{hint(str(key), fields)}"
-            raise ConfigError("unknown_key", f"{prefix}{key}: there is no such key.{tail}")
+            raise _unknown(f"{prefix}{key}", str(key), fields)
     hints, values = _types(typing.cast(type, cls)), {}
     for key, field in fields.items():
         knob = field.metadata.get("knob", Knob("a section"))
@@ -86,6 +82,14 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
         elif knob.default is NO_DEFAULT:
             raise ConfigError("missing_value", f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)
+
+
+def _unknown(dotted: str, key: str, known: Mapping[str, Any]) -> ConfigError:
+    own = f" A key of your own goes into the section user: +user.{key}=..."
+    own = own if dotted.count(".") < 2 else ""
+    near = nearest(key, known)
+    tail = f"{near}{own}" if near else f"{own}{hint(key, known)}"
+    return ConfigError("unknown_key", f"{dotted}: there is no such key.{tail}")
 
 
 def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:

@@ -35,8 +35,6 @@ def with_environment(
     value that wandb would not take.
     """
     filled, unused = dict(tracker), []
-    if filled.get("kind") == "none":
-        return filled, []
     _check_variables(env)
     for key, variable in VARIABLES.items():
         text = env.get(variable, "").strip()

@@ -28,11 +28,6 @@ class ConfigError(ValueError):
         self.kind, self.key = kind, key
 
 
-def code_of(module: str, function: str) -> str:
-    """Return the code of a refusal, such as E-BATCH-SOLVE_BATCH for run.batch.solve_batch."""
-    return f"E-{module.rpartition('.')[2].strip('_')}-{function.strip('_')}".upper()
-
-
 def error_record(error: BaseException) -> dict[str, Any]:
     """Return an error as `--json` prints it; its `code` is its kind."""
     key = getattr(error, "key", None)

@@ -11,8 +11,8 @@ config     its `Knobs`, which join the section `SECTION`; whether a config has `
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;
-           `known`: fields of the solved run; `admit`: refuses a run that is to begin, or warns;
-           `check_model`: refuses a model
+           `check_model`: refuses a model; `known`: fields of the solved run; `admit`: refuses a
+           run that is to begin, or warns; imported where a run asks for it, and only there
 rule       `RULES` of clipping, of which a run takes one
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 folders    `start`, beside that of a process that makes runs; `record`, into the folder of each;
@@ -83,9 +83,12 @@ def asked_for(config: Any, package: str) -> Iterator[Any]:
             yield there
 
 
-def offered(package: str, name: str) -> list[Any]:
-    """Return what the features have under a name in a package, such as a function."""
-    return [getattr(part, name) for part in parts(package) if hasattr(part, name)]
+def offered(package: str, name: str, config: Any = None) -> list[Any]:
+    """Return what features have under a name in a package, such as a function.
+
+    `config`: of those that it asks for alone."""
+    there = parts(package) if config is None else asked_for(config, package)
+    return [getattr(part, name) for part in there if hasattr(part, name)]
 
 
 def merged(package: str, name: str, *given: Any) -> dict[str, Any]:

@@ -57,15 +57,13 @@ class LanguageModel(nn.Module):
         """Return logits (b, t, v) of the next token."""
         return F.linear(self.features(tokens_bt), self.head_weight)
 
-    def parametrize(self, kind: str, base_width: int | None, width: int) -> None:
-        """Take the multipliers of a parametrization, before `begin`. Raises ConfigError.
+    def parametrize(self, base_width: int | None, width: int) -> None:
+        """Take the multipliers of another parametrization, before `begin`. Raises ConfigError.
 
         mup (Yang et al. 2022, arXiv 2203.03466, table 8) is that of the package mup: with m =
         width / base_width matrices of the blocks begin with a variance over m, logits are over m,
         and those of attention are 8 q k / head width. Rates: `llmexp.optim.groups.by_width`.
         """
-        if kind == "standard":
-            return
         if base_width is None:
             text = "model.parametrization=mup needs the width at which it is the standard one"
             raise refuse("missing_value", "model.base_width", None, text, 256)

@@ -295,7 +295,8 @@ class Llama(LanguageModel):
                 scored = router, norm_topk, router_bias, router_z_loss
                 routing = Routing(n_experts, *sent, *scored, balance, balance_rate, balance_loss)
                 put_experts(self.blocks, routing, parametrization)
-        self.parametrize(parametrization, base_width, d_model)
+        if parametrization != "standard":
+            self.parametrize(base_width, d_model)
         self.begin(device)
 
     @property

@@ -141,7 +141,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
         text = f"the environment has another value of {', '.join(sorted(changed))} now"
         raise ConfigError("other_run", f"{path}: is another run; {text}")
-    for other in features.offered("assembly", "other"):
+    for other in features.offered("assembly", "other", parts.config):
         if text := other(there, here):
             raise ConfigError("other_run", f"{where}: {text}")
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
@@ -169,11 +169,13 @@ def fixed_facts(parts: Parts) -> dict[str, Any]:
     That is what of the config changes results, the sha256 of the data's fingerprint, and what
     features have prepared."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
-    return {
+    found = {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
         "data": _sha256(fingerprint),
-        **features.merged("assembly", "fixed", parts.prepared),
     }
+    for fixed in features.offered("assembly", "fixed", parts.config):
+        found |= fixed(parts.prepared)
+    return found
 
 
 def _sha256(text: str) -> str:

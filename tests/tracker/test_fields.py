@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llmexp.compose.security import fill_tracker
 from llmexp.config.tracking import SAFE_ID, with_environment
 from llmexp.tracker.fields import (
     MirrorPosition,
@@ -150,8 +151,9 @@ def test_the_environment_fills_in() -> None:
     assert filled == EMPTY | names | {"tags": ["one", "two"]}
     assert with_environment(filled, ENV) == (filled, [])
     assert with_environment(EMPTY, {})[0]["project"] == "llmexp"
-    none = EMPTY | {"kind": "none"}
-    assert with_environment(none, ENV) == (none, [])
+    none = {"tracker": EMPTY | {"kind": "none"}}
+    assert fill_tracker(none) == []
+    assert none["tracker"] == EMPTY | {"kind": "none"}
 
 
 @pytest.mark.parametrize("kind", ["mlflow", "tensorboard", "trackio"])

@@ -9,13 +9,8 @@ from llmexp.features.qk_limit.heads import attentions_of
 
 
 def check_model(config: Config, model: nn.Module) -> None:
-    if (limit := knobs_of(config, Knobs).qk_limit) is not None:
-        check_heads(model, limit)
-
-
-def check_heads(model: nn.Module, limit: float) -> None:
     """Raise ConfigError for a model whose heads cannot be scaled."""
-    attentions = attentions_of(model)
+    limit, attentions = knobs_of(config, Knobs).qk_limit, attentions_of(model)
     if not attentions:
         text = "the model has no heads of attention that llmexp knows, as GPT2 and Llama have"
         raise refuse("unsupported", "clip.qk_limit", limit, f"{text}; leave it out")

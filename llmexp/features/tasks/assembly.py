@@ -2,22 +2,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmexp.config.sections import Config, knobs_of
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.features.tasks.config import Knobs, asked
-
-if TYPE_CHECKING:
-    from llmexp.tasks.scoring import Task
+from llmexp.features.tasks.config import Knobs
+from llmexp.tasks.scoring import Task, prepare_tasks
 
 
 def prepare(config: Config, tokenizer: Tokenizer, cached: Callable[..., Any]) -> dict[str, Any]:
     """Return the tasks of a run, with their requests. Raises ConfigError."""
-    if not asked(config):
-        return {}
-    from llmexp.tasks.scoring import prepare_tasks
-
     chosen, length = knobs_of(config, Knobs), config.batch.sequence_length
     return {"tasks": cached(prepare_tasks, chosen.tasks, chosen.tasks_folder, tokenizer, length)}
 
@@ -29,7 +23,7 @@ def fixed(prepared: dict[str, Any]) -> dict[str, Any]:
         items = str([vars(item) | {"place": ""} for item in task.items])
         return hashlib.sha256(items.encode()).hexdigest()
 
-    return {"tasks": {task.name: mark(task) for task in prepared.get("tasks", [])}}
+    return {"tasks": {task.name: mark(task) for task in prepared["tasks"]}}
 
 
 def other(there: dict[str, Any], here: dict[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from llmexp import features
 from llmexp.config import variables
 from llmexp.config.parts import COMMON
-from llmexp.config.rules import asks_rule
+from llmexp.config.rules import LIBRARY_TARGET, asks_rule
 from llmexp.config.sections import Config, plain
 from llmexp.config.targets import bind, hook, place
 from llmexp.config.values import ConfigError, is_ours
@@ -138,11 +138,12 @@ def assemble(
     `parent`: that of a fork, from its run.json. Raises ConfigError."""
     cached = cache or Cache()
     variables.remember_names(plain(config))
-    for check in features.offered("assembly", "check"):
+    for check in features.offered("assembly", "check", config):
         check(config)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
-    config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
+    if config.optimizer.get("_target_") == LIBRARY_TARGET:
+        config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     _check_batch(config, dp_size := place.layout.dp_size)
     hooks = own_hooks(config.hooks) if config.hooks else []
     # inputs: tokenizer and vocabulary
@@ -166,7 +167,9 @@ def assemble(
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     find_parent = None if parent else _forked(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
-    prepared = features.merged("assembly", "prepare", solved, tokenizer, cached)
+    prepared = dict[str, Any]()
+    for prepare in features.offered("assembly", "prepare", solved):
+        prepared |= prepare(solved, tokenizer, cached)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = find_parent(corpus) if find_parent else parent
@@ -191,7 +194,7 @@ def assemble(
 
 def admitted(parts: Parts) -> Parts:
     """Return the parts of a run that is begun, with warnings. Raises ConfigError."""
-    for admit in features.offered("assembly", "admit"):
+    for admit in features.offered("assembly", "admit", parts.config):
         parts = admit(parts)
     return parts
 
@@ -289,7 +292,7 @@ def _bare(
         given = build_on_meta(*section) if own else model
         optimizers = building(given)
         rule_of(solved)(solved.clip, None, given, optimizers)
-        for check in features.offered("assembly", "check_model"):
+        for check in features.offered("assembly", "check_model", solved):
             check(solved, given)
         check_ranks(optimizers, place.layout)
         loss = SummedLoss(model)

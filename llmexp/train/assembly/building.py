@@ -16,7 +16,7 @@ from llmexp import mesh
 from llmexp.checkpoint.slices import TYPES, piece_of
 from llmexp.config.convert import checked_knob
 from llmexp.config.kinds import kind_of_error
-from llmexp.config.rules import LIBRARY_TARGET, TRANSFORMERS
+from llmexp.config.rules import TRANSFORMERS
 from llmexp.config.targets import bind, locate
 from llmexp.config.values import ConfigError, is_ours, refuse, typed
 from llmexp.config.variables import fill
@@ -71,6 +71,8 @@ def initial_warnings(
 
     They are those of the folder `parent` of a fork, or those that the model section names. Their
     tokenizer counts where the data are ids of the run's. Raises ConfigError for a misfit."""
+    if parent is None and section.get("init_from") is None:
+        return []
     used = tokenizer if uses_tokenizer else None
     if parent is not None:
         return _check_ids("fork.run", Path(parent), used)
@@ -168,7 +170,8 @@ def begin_model(
     if without_values:
         with numbers_of(seed):
             cast(LanguageModel, model).init_weights(piece_of)
-    initial_weights(section, model, True)
+    if section.get("init_from") is not None:
+        initial_weights(section, model, True)
     if twin:
         from llmexp.optim.twin import perturb
 
@@ -229,8 +232,6 @@ def _sized(
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
-    if section.get("_target_") != LIBRARY_TARGET:
-        return section
     from llmexp.optim.optimizers import library
 
     name = fill(section, "optimizer").get("name")
