@@ -20,13 +20,13 @@ class Averaged:
     """The mean of checkpoints in `path`, a folder that other commands take as they take a run."""
 
     path: Path
-    weights: str  # model or ema
+    weights: str  # one of naming.WEIGHTS
     steps: Sequence[int]  # of the checkpoints
     parameters: int
 
     def __str__(self) -> str:
         steps = ", ".join(f"{step:,}" for step in self.steps)
-        kind = "ema" if self.weights == "ema" else "weights"
+        kind = "weights" if self.weights == "model" else self.weights
         use = rundir.command_on(self.path, "evaluate", self.path)
         mean = f"mean of the {kind} of steps {steps}; {self.parameters:,} parameters"
         return f"{self.path}: {mean}\nuse it: {use}"

@@ -73,8 +73,8 @@ class Evaluation:
                 f"folder  {found['folder']}, in sequences of {found['sequence_length']:,} tokens"
             )
         else:
-            ema = ", ema" * (found["weights"] == "ema")
-            first = f"run     {found['run']}, step {found['step']:,}{ema}"
+            other = "" if found["weights"] == "model" else f", {found['weights']}"
+            first = f"run     {found['run']}, step {found['step']:,}{other}"
         mean = [f"mean of {found['mean_of']}"] if "mean_of" in found else []
         data = [f"data    {found['data']}"] if "data" in found else []
         device = f"device  {found['device']}, {found['precision']}"

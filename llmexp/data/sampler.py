@@ -9,9 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 # per call of numpy or torch, and waits for it after each, so calls are what the training loop pays
 # for.
 _BLOCK_TOKENS = 1 << 17
+Mark = Callable[[np.ndarray, int], int]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read_windows(
     start_step: int,
     max_steps: int,
     *,
-    digest: bool = False,
+    mark: Mark | None = None,
     pin_memory: bool = False,
     prefetch: int = 2,
 ) -> Iterator[Window]:
@@ -106,14 +106,15 @@ def read_windows(
 
     All ranks have equally many micro-batches. Up to `prefetch` windows wait to be taken; small ones
     are read from the files in blocks of up to 131,072 tokens. An error of the reading thread is
-    raised here, and closing the iterator ends the thread.
+    raised here, and closing the iterator ends the thread. `mark`: of the ids of this rank's rows,
+    and the place of the first one in the window.
     """
-    windows = _windows(sampler, part, range(start_step, max_steps), digest, pin_memory)
+    windows = _windows(sampler, part, range(start_step, max_steps), mark, pin_memory)
     return _read_ahead(windows, prefetch, torch.cuda.current_device() if pin_memory else None)
 
 
 def _windows(
-    sampler: Sampler, part: RankSlice, steps: range, digest: bool, pin_memory: bool
+    sampler: Sampler, part: RankSlice, steps: range, mark: Mark | None, pin_memory: bool
 ) -> Iterator[Window]:
     """Yield this rank's windows: which rows it takes of each, and their cut into micro-batches."""
     real, per_rank = sampler.real_batch_size, sampler.real_batch_size // part.dp_size
@@ -135,8 +136,8 @@ def _windows(
             tokens_nrs, micro_steps, part.micro_batch_size, masked_nrt, pin_memory
         )
         for i in range(windows_here):
-            digested = _digest(tokens_nrs[i], first_row) if digest else 0
-            yield Window(step + i, batches[i], target_counts[i], digested)
+            marked = mark(tokens_nrs[i], first_row) if mark else 0
+            yield Window(step + i, batches[i], target_counts[i], marked)
         step += windows_here
 
 
@@ -205,18 +206,6 @@ def _micro_batches(
     cut_targets = targets.view(-1, micro_batch_size, length).unbind()
     pairs = list(zip(cut_tokens, cut_targets, strict=True))
     return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
-
-
-def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
-    """Return the sum of the rows' blake2b digests (8 bytes).
-
-    Each is over the row's place in the window and its ids.
-    """
-    rows, width = tokens_rs.shape
-    message = np.empty((rows, width + 1), "<u4")
-    message[:, 0], message[:, 1:] = np.arange(first_row, first_row + rows), tokens_rs
-    digests = [hashlib.blake2b(row, digest_size=8).digest() for row in message]
-    return sum(int.from_bytes(digest, "little") for digest in digests) % 2**63
 
 
 def _read_ahead(

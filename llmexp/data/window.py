@@ -15,5 +15,4 @@ class Window:
     # (tokens_bt, targets_bt) int64; rows that are missing are masked
     micro_batches: list[tuple[Tensor, Tensor]]
     target_count: int  # valid targets of this rank
-    # of this rank's rows; the ranks' sum mod 2**63 does not depend on the cut; 0: not asked for
-    digest: int
+    mark: int  # of a feature, from the ids of this rank's rows; 0: not asked for

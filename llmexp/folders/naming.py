@@ -7,14 +7,16 @@ from typing import Annotated
 
 from llmexp.config.values import ConfigError, choice, pasteable
 from llmexp.folders import rundir
+from llmexp.metrics.keys import OTHER_WEIGHTS
 
-WEIGHTS = ("model", "ema")  # of a checkpoint
+WEIGHTS = ("model", *OTHER_WEIGHTS)  # of a checkpoint
+_WORDS = {name: words for name, (words, _) in OTHER_WEIGHTS.items()} | {"model": "what was trained"}
 # Arguments of commands that open a run.
 Name = Annotated[str, "RUN[@STEP]", "run folder; without a step its newest checkpoint"]
 Names = Annotated[str, "RUN[@STEP]", "more of them"]
 Weights = Annotated[
     str,
-    choice("ema: the average that train.ema keeps; model: what was trained", " | ".join(WEIGHTS)),
+    choice("; ".join(map(": ".join, _WORDS.items())), " | ".join(WEIGHTS)),
 ]
 
 

@@ -24,6 +24,7 @@ from llmexp.config.execution import Parallelism
 from llmexp.data.window import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import fake_group
+from llmexp.metrics.keys import OTHER_WEIGHTS
 from llmexp.models import offload
 from llmexp.models.planned import planned_for
 from llmexp.optim.precision import parameter_dtype, settings_kept
@@ -35,7 +36,9 @@ from llmexp.train.assembly.assemble import Parts
 from llmexp.train.set_up import set_up
 from llmexp.train.step import Setup, train_step
 
-KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
+KINDS = (
+    "parameters", "gradients", "moments", *OTHER_WEIGHTS, "activations", "loss", "buffers",
+)  # fmt: skip
 
 OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of products under autocast
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.forecast.dry_run import Cut, Footprint
+from llmexp.metrics.keys import OTHER_WEIGHTS
 from llmexp.models.initial import BLOCK
 from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
@@ -54,7 +55,7 @@ def host_need(
     `held`: the footprint of a step; `process`: bytes beside the tensors. `behind`: a checkpoint is
     written in the background, from a copy.
     """
-    weights = held["parameters"] + held["ema"]
+    weights = held["parameters"] + sum(held[kind] for kind in OTHER_WEIGHTS)
     # DDP's gradients are views of its buckets
     state, gradients = weights + held["moments"], held["gradients"] or held["buffers"]
     copied, offloaded = float(state if behind else 0), held.get("offloaded", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from llmexp.system.text import first_of
 
 ELEMENTS = 2**22  # of a sum in float64
 PART_BYTES = 2**30  # of a file, all of which is in memory while it is written
-EMA_OF = "the ema of "
 RECORD = rundir.AVERAGE
 
 
@@ -103,7 +103,7 @@ def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
     The error names the knobs or tensors that differ.
     """
     if own := next((run for run in runs if (run / RECORD).exists()), None):
-        mean_of = facts_of(own)["mean_of"].removeprefix(EMA_OF)
+        mean_of = re.sub(r"^the \w+ of ", "", facts_of(own)["mean_of"])  # other weights
         raise ConfigError(
             "unsupported", f"{own}: is an average; name the checkpoints themselves: {mean_of}"
         )
@@ -147,8 +147,9 @@ def facts_of(folder: Path) -> dict[str, Any]:
         return rundir.read_run(folder)
     record = read_json(folder / RECORD)
     try:
-        ema = EMA_OF * (record.get("weights") == "ema")
-        return record["run"] | {"mean_of": f"{ema}{record['mean_of']}"}
+        weights = record.get("weights", "model")
+        of = f"the {weights} of " if weights != "model" else ""
+        return record["run"] | {"mean_of": f"{of}{record['mean_of']}"}
     except (KeyError, TypeError):
         raise ConfigError(
             "damaged_file", f"{folder / RECORD}: is damaged; make the average anew"

@@ -9,12 +9,9 @@ from typing import Any
 from llmexp.folders import rundir
 from llmexp.folders.rows import read_rows
 from llmexp.hf.average import facts_of
-from llmexp.metrics.keys import EMA, is_of_named_set
+from llmexp.metrics.keys import is_of_named_set, is_of_weights
 
-_SHOWN = {
-    "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),
-    "ema": (f"{EMA}/loss", f"{EMA}/bits_per_byte"),
-}
+_SHOWN = ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss")
 
 
 def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[str, Any]) -> str:
@@ -34,10 +31,10 @@ def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[s
         ("llmexp commit", run.get("commit")),
     ]
     rows = [row for row in read_rows(path / rundir.METRICS) if row["step"] <= step]
-    keys = list(_SHOWN[weights])
+    keys = [f"val/{weights}/loss", f"val/{weights}/bits_per_byte"]
     if weights == "model":
         named = dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))
-        keys += [key for key in named if not key.startswith(f"{EMA}/")]
+        keys = [*_SHOWN, *(key for key in named if not is_of_weights(key))]
     figures = [(key, _last(rows, key)) for key in keys]
     lines = [f"| {name} | {value} |" for name, value in facts if value]
     lines += [f"| {key} (step {at[0]:,}) | {at[1]:.4f} |" for key, at in figures if at]

@@ -28,6 +28,7 @@ from llmexp.hf.check import check_folder
 from llmexp.hf.families import NameRule, family_of, to_config
 from llmexp.hf.multipliers import multipliers
 from llmexp.hf.tokenizer import doubts, tokenizer_files
+from llmexp.metrics.keys import OTHER_WEIGHTS
 from llmexp.models.common import all_finite
 from llmexp.system.fileio import new_folder, write_json, write_whole
 
@@ -194,7 +195,7 @@ def export_model(
     length = described.get("n_positions") or described.get("max_position_embeddings")
     files = tokenizer_files(tokenizer, length, described["model_type"])
     facts = {
-        "weights": "their exponential moving average (train.ema)" * (weights == "ema"),
+        "weights": OTHER_WEIGHTS.get(weights, ("",))[0],
         "stored as": rounding(stored, trained),
         "parametrization": (section.get("parametrization", "standard") != "standard")
         * "trained with mup, whose multipliers are now in the final norm and in the queries",

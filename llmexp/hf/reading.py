@@ -27,6 +27,7 @@ from llmexp.folders.naming import WEIGHTS, named_checkpoint
 from llmexp.hf.families import USUAL, NameRule, from_config
 from llmexp.hf.multipliers import multipliers
 from llmexp.hf.sizes import FREE, deciding_knobs
+from llmexp.metrics.keys import OTHER_WEIGHTS
 from llmexp.models.common import all_finite
 from llmexp.models.hf import weight_files
 from llmexp.system.fileio import read_object
@@ -123,11 +124,10 @@ def open_checkpoint(
     if weights == "model":
         return found
     if not (other := found.tensors.get(weights)):
-        raise ConfigError(
-            "no_checkpoint",
-            f"{found.path}: holds no ema, since the run has no train.ema; leave ema out, or train "
-            "with train.ema=0.999",
-        )
+        asks = OTHER_WEIGHTS[weights][1]
+        why = f"since the run has no {asks.partition('=')[0]}"
+        way = f"leave {weights} out, or train with {asks}"
+        raise ConfigError("no_checkpoint", f"{found.path}: holds no {weights}, {why}; {way}")
     return dataclasses.replace(found, tensors=found.tensors | {"model": found.model | other})
 
 

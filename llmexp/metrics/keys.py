@@ -59,8 +59,9 @@ _ALL = (
 )  # fmt: skip
 ROW_KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
-# The average of the weights is named as a validation set is: of it, too, there is a loss apart.
-EMA = "val/ema"
+# Of a checkpoint, beside the model that was trained. Each is named as a validation set is: of it,
+# too, there is a loss apart.
+OTHER_WEIGHTS: dict[str, tuple[str, str]] = features.merged("config", "WEIGHTS")
 SCORES = "task/"  # begins the figures of tasks
 # Those whose last values end a run's summary, before those of named validation sets and tasks.
 LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
@@ -69,6 +70,11 @@ LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
 def is_of_named_set(key: str) -> bool:
     """Tell whether a key is that of a loss on a named validation set: val/NAME/loss."""
     return key.count("/") == 2 and key.startswith("val/")
+
+
+def is_of_weights(key: str) -> bool:
+    """Tell whether a key is that of a loss of other weights than the model's."""
+    return is_of_named_set(key) and key.split("/")[1] in OTHER_WEIGHTS
 
 
 def is_score(key: str) -> bool:

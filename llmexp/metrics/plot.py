@@ -1,4 +1,4 @@
-"""The picture of a run: losses, learning rate and gradient norm over the tokens seen."""
+"""Draw a run: losses, learning rate and gradient norm over the tokens seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmexp.metrics.keys import EMA, figures_in, is_of_named_set, title_of
+from llmexp.metrics.keys import figures_in, is_of_named_set, is_of_weights, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def plot_losses(
 
     The rows are as in metrics.jsonl. `before` are those of a fork's parents, drawn paler.
     A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None
-    or not finite are left out; with no loss at all there is no picture, and nothing is returned.
+    or not finite are left out; with no loss at all nothing is returned.
     """
     columns = _columns(rows)
     train_x, train_y = _series(columns, "train/loss")
@@ -147,9 +147,8 @@ def _validation(columns: _Columns) -> dict[str, Series]:
     They are of each named set, or of the only one; and of the average of the weights.
     """
     shown = [key for key in figures_in([columns]) if is_of_named_set(key) and key.endswith("/loss")]
-    average = f"{EMA}/loss"
-    if len({*shown} - {average}) < 2:
-        shown = ["val/loss", *(key for key in shown if key == average)]
+    if len([key for key in shown if not is_of_weights(key)]) < 2:
+        shown = ["val/loss", *filter(is_of_weights, shown)]
     names = [title_of(key) if is_of_named_set(key) else "validation" for key in shown]
     found = {name: _series(columns, key) for name, key in zip(names, shown, strict=True)}
     return {name: series for name, series in found.items() if len(series[0])}

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from llmexp import features
@@ -25,10 +26,15 @@ class Feature:
     """
 
     name = ""  # of its state in checkpoints; of a user's feature own_NAME, or own_ and its class
-    refuses = ""  # what a step is whose update `judge` skips: "an outlier"
-    needs_digest = False  # of each window's tokens
+    refuses = ""  # what a step is whose update `judge` skips, in words
     every: int | None = None  # steps between those in which it holds most memory
     loop: Any = None  # the `Loop`, from `begin` on
+
+    # In the thread that reads ahead; of one feature at most.
+
+    def mark(self, tokens_rs: np.ndarray, first_row: int) -> int:
+        """Return `Window.mark`, of the ids of this rank's rows; the first one is at `first_row`."""
+        return 0
 
     # Of one step, in this order; on an accelerator nothing here may wait for it.
 

@@ -100,8 +100,8 @@ class Loop:
 
     def windows(self, start_step: int) -> Iterator[Window]:
         """Yield this rank's windows from a step on, read ahead in the background."""
-        digest = any(feature.needs_digest for feature in self.features)
-        return read_ahead(self.parts, self.mesh, start_step, digest)
+        marks = self.features.on("mark")
+        return read_ahead(self.parts, self.mesh, start_step, marks[0] if marks else None)
 
     def seed(self, step: int) -> None:
         """Seed the random numbers of the window that follows `step` steps."""

@@ -1,4 +1,4 @@
-"""Sum up a run: its figures for status.json and the tracker, and its end for its reader."""
+"""Sum up a run: its figures for status.json, and its end for its reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmexp.train.state import Loop
 
 
 def summarise(loop: Loop) -> dict[str, Any]:
-    """Return the figures that end status.json and the tracker's summary, as far as known."""
+    """Return the figures that end status.json and the summary of features, as far as known."""
     rows = Figures() if loop.out.rows is None else loop.out.rows.figures
     newest, last = rows.newest, rows.last
     if loop.progress.loss is not None:  # its step may have no row
@@ -86,7 +86,7 @@ def told(loop: Loop, event: str) -> list[tuple[str, str]]:
 def say_the_end(
     loop: Loop, state: str, summary: dict[str, Any], last_words: list[tuple[str, str]]
 ) -> None:
-    """Show the end of a run: figures, words, a picture, the folder, the next command."""
+    """Show the end of a run: figures, words, files, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.parts
     reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
     stop_step = parts.config.train.stop_step

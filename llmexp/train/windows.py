@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmexp.data.sampler import RankSlice, Sampler, read_windows
+from llmexp.data.sampler import Mark, RankSlice, Sampler, read_windows
 from llmexp.data.window import Window
 from llmexp.mesh import Mesh
 from llmexp.run.stages import BatchStage
@@ -39,7 +39,7 @@ def sequences_of(parts: Parts, step: int) -> tuple[int, list[int]]:
 
 
 def read_ahead(
-    parts: Parts, joined: Mesh, start_step: int, digest: bool = False
+    parts: Parts, joined: Mesh, start_step: int, mark: Mark | None = None
 ) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
     run = parts.run
@@ -52,6 +52,6 @@ def read_ahead(
                 rank_slice,
                 max(start_step, stage.first_step),
                 end,
-                digest=digest,
+                mark=mark,
                 pin_memory=joined.device.type == "cuda",
             )

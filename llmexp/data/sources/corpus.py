@@ -22,8 +22,10 @@ from llmexp.data.stored import SourceShards
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import TRAIN, Source, refuse_shared_files, works_of
+from llmexp.metrics.keys import OTHER_WEIGHTS
 
-TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
+TAKEN = {TRAIN: "the training split"}
+TAKEN |= {name: words for name, (words, _) in OTHER_WEIGHTS.items()}
 MOST = 1e18  # of a weight: sums and products stay finite
 WEIGHT = Knob("share in the mixture; 0 leaves the source out", at_least=0, at_most=MOST)
 

@@ -6,6 +6,7 @@ from typing import Any
 from llmexp.config.values import optional
 
 SECTION = "train"
+WEIGHTS = {"ema": ("the average that train.ema keeps", "train.ema=0.999")}
 
 
 @dataclass(frozen=True, kw_only=True)

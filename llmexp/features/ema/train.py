@@ -10,7 +10,6 @@ from llmexp import mesh
 from llmexp.checkpoint.slices import named_tensors
 from llmexp.config.sections import knobs_of
 from llmexp.features.ema.config import Knobs
-from llmexp.metrics.keys import EMA
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
 from llmexp.train.step import Outcome, Setup
@@ -46,7 +45,7 @@ class Ema(Feature):
 
     def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
         with self.in_place():
-            return losses(EMA)
+            return losses("val/ema")
 
     def tensors(self) -> dict[str, Tensor]:
         return self.average
