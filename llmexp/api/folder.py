@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmexp import features
 from llmexp.api.calling import called
 from llmexp.config.sections import Config
 from llmexp.config.values import ConfigError, nearest
 from llmexp.folders import rundir
 from llmexp.folders.folder import RunFolder
-from llmexp.folders.layers import read_layers
 from llmexp.folders.rows import read_rows
 from llmexp.system.text import framed
 
@@ -93,6 +93,7 @@ class Run:
 
         It is empty where `metrics.layers_every` was null; the columns are in docs/diagnostics.md.
         """
+        read_layers = features.merged("api", "FIGURES")["layers"]
         return framed(list(read_layers(self.path)))
 
     @cached_property

@@ -63,7 +63,6 @@ def sections(c: Result) -> list[Section]:
         ),
         _settings(c),
         Section("other-curves", "Other curves", curves.quantities(c), folded=True),
-        Section("layers", "Layers", plots.layer_plot(c), folded=True),
         *(section(c) for section in features.offered("page", "section")),
     ]
     return [part for part in found if part.plots or part.rows]

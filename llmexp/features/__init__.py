@@ -19,10 +19,12 @@ compare    its `COLUMNS`, and what it finds in the folder of a run and says of s
 folders    `start`, beside that of a process that makes runs; `record`, into the folder of each;
            `look_back`: what a run that goes on removes of its steps after the checkpoint
 page       `section`: a section of the page
+tracker    `BESIDE`: files of lines beside metrics.jsonl, and what a tracker gets of a line
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
 verify     its knobs in a `trial`, in a `replay`, and where no step may be skipped (`unskipped`);
            what its proof needs: formulas of rules of clipping; `prepared`: a config for it; what
            the reference is to `follow` after each step
+api        `FIGURES` that a program reads from the folder of a run, by their functions
 cli        `check_resume`: what a resumed run cannot ask of it
 
 Other files are a feature's own.

@@ -6,7 +6,6 @@ rundir      claim and lock a folder; its config and status; whether its process 
 steps       steps.bin, what each step came to
 door        check what a folder holds, once, where it is read
 rows        read metrics.jsonl, and write both while a run trains
-layers      read layers.jsonl, the figures layer by layer
 folder      read what a run has left, strict or not: its files, state and lost rows
 ledger      sweep.json: the points of a sweep
 find        the runs and sweeps that paths mean

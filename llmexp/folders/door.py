@@ -130,11 +130,11 @@ def _check_yaml(text: str) -> None:
 
 
 def scan_rows(
-    path: Path, layers: bool = False
+    path: Path, by_module: bool = False
 ) -> Iterator[tuple[int, int, dict[str, Any] | ValueError]]:
     """Yield the number and the end of each finished line, and its row or why it holds none.
 
-    `layers`: figures of modules stand by their names. One line is in memory at a time. Raises
+    `by_module`: figures of modules stand by their names. One line is in memory at a time. Raises
     OSError.
     """
     with open_plain(path) as file:
@@ -145,10 +145,10 @@ def scan_rows(
                 rest = file.readline(ROW_BYTES)
             if not rest:  # it was never finished
                 return
-            yield number, file.tell(), row_in(line if rest is line else b"", layers)
+            yield number, file.tell(), row_in(line if rest is line else b"", by_module)
 
 
-def row_in(line: bytes, layers: bool = False) -> dict[str, Any] | ValueError:
+def row_in(line: bytes, by_module: bool = False) -> dict[str, Any] | ValueError:
     """Return the row that a line of metrics.jsonl holds, or why it holds none."""
     if not line:
         return ValueError(f"is longer than {ROW_BYTES / 2**20:g} MiB")
@@ -160,7 +160,7 @@ def row_in(line: bytes, layers: bool = False) -> dict[str, Any] | ValueError:
     if type(step) is not int or not 0 <= step < 2**53:
         return ValueError("has no step")
     for key, value in row.items():
-        named = value if layers and isinstance(value, dict) else {key: value}
+        named = value if by_module and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
             a_number = type(figure) in _NUMBERS and abs(figure) <= _LARGEST
             if not a_number and not re.fullmatch(_TEXTS.get(name, "(?!)"), str(figure)):

@@ -16,7 +16,7 @@ from typing import Any
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.values import ConfigError
 from llmexp.folders.door import scan_rows
-from llmexp.folders.rundir import LAYERS, METRICS
+from llmexp.folders.rundir import METRICS
 from llmexp.folders.steps import STEP_RECORD, STEPS_BIN
 from llmexp.system.fileio import Unwritable
 
@@ -41,7 +41,7 @@ def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     if not os.path.lexists(path):
         return
     try:
-        for number, end, row in scan_rows(path, path.name == LAYERS):
+        for number, end, row in scan_rows(path, path.name not in (METRICS, LINEAGE)):
             if isinstance(row, dict) and row["step"] <= before:
                 row = ValueError(f"step {row['step']} does not follow the one before")
             if isinstance(row, ValueError):

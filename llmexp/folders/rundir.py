@@ -34,7 +34,6 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "checkpoints",
 )
 RECORDED = ("overrides", "label", "group", "swept", "place")  # of a request, in run.json
-LAYERS, SPIKES = "layers.jsonl", "spikes"
 # what a worker does in place of training (`modes`), and what it has found
 ASKED, FOUND = "asked.json", "found.json"
 AVERAGE = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it

@@ -1,4 +1,4 @@
-"""Repeat a run up to a step, and look into that step: its sequences, its layers, its update.
+"""Repeat a run up to a step, and look into that step: its sequences and its update.
 
 Its worker has a folder that is a copy of the run's (see `verify.replay`), and the run's layout.
 """

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmexp import features
 from llmexp.config import sections
 from llmexp.config.commands import command
 from llmexp.folders import rundir
-from llmexp.folders.layers import by_layer
 from llmexp.folders.rows import LINEAGE
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import Fields, given_run_id, run_fields
@@ -27,6 +27,8 @@ from llmexp.tracker.stores import STORES, End, Store
 from llmexp.tracker.wandb import Wandb
 
 INTERVAL_S = 1.0  # between two looks at metrics.jsonl
+# Files with further figures of steps, and what is sent of a line.
+BESIDE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = features.merged("tracker", "BESIDE")
 
 
 class TrackerError(Exception):
@@ -80,27 +82,24 @@ def transfer(
     where = store.start(fields, run_dir)
     lineage, new = NewRows(run_dir / LINEAGE), NewRows(run_dir / rundir.METRICS)
     after = store.position()
-    new_layers, layers = NewRows(run_dir / rundir.LAYERS), dict[int, dict[str, Any]]()
+    beside = [(NewRows(run_dir / name), figures) for name, figures in BESIDE.items()]
+    further = dict[int, dict[str, Any]]()  # by step
     rows, sent, last_step, ended = 0, 0, -1, False
     while not ended:
         ended = over.wait(INTERVAL_S)  # before the read, which then gets the last rows too
         if found := lineage.read() + new.read():
             rows, last_step = rows + len(found), found[-1]["step"]
             # those of a step are written before its row
-            layers |= {line["step"]: _layers(line) for line in new_layers.read()}
-        lacking = [row | layers.pop(row["step"], {}) for row in found if row["step"] > after]
-        layers = {step: figures for step, figures in layers.items() if step > last_step}
+            for lines, figures in beside:
+                for line in lines.read():
+                    further.setdefault(line["step"], {}).update(figures(line))
+        lacking = [row | further.pop(row["step"], {}) for row in found if row["step"] > after]
+        further = {step: known for step, known in further.items() if step > last_step}
         if lacking:
             store.rows(lacking)
             sent += len(lacking)
     there = store.finish(replace(end(), rows=rows, last_step=last_step))
     return Sent(rows, sent, where, there)
-
-
-def _layers(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a line of layers.jsonl as a tracker has them."""
-    found = by_layer(line)
-    return {f"layers/{key}": found[key] for key in found.keys() - {"step", "tokens_seen"}}
 
 
 def upload(kind: str, run_dir: Path, fields: Fields, end: End) -> Sent:

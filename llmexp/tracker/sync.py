@@ -15,7 +15,7 @@ from llmexp.config.values import ConfigError
 from llmexp.folders import ledger, rundir
 from llmexp.folders.find import runs_meant, runs_under
 from llmexp.folders.folder import RunFolder, clean_name
-from llmexp.folders.rows import LINEAGE, read_rows, walk_rows
+from llmexp.folders.rows import LINEAGE, read_rows
 from llmexp.metrics.keys import figures_in
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
@@ -29,7 +29,7 @@ from llmexp.tracker.fields import (
     run_fields,
     upload_is_pending,
 )
-from llmexp.tracker.mirror import TrackerError, upload
+from llmexp.tracker.mirror import BESIDE, TrackerError, upload
 from llmexp.tracker.stores import End, check_stores
 from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
@@ -241,8 +241,8 @@ def check_idle(run: Path) -> None:
 def records_to_upload(run: Path, anew: bool) -> _Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     folder = RunFolder(run)
-    for _ in walk_rows(run / rundir.LAYERS):
-        pass  # raises for damage
+    for name in BESIDE:
+        read_rows(run / name)  # raises for damage
     rows, status = folder.rows, folder.status
     state = str(status.get("state", "unknown"))
     if not rows:

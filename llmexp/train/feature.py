@@ -69,8 +69,8 @@ class Feature:
         """Return 0-dim figures of the step, which are `Outcome.more` when it is read."""
         return {}
 
-    def layers(self) -> dict[str, dict[str, Tensor]]:
-        """Return figures of the step by the names of blocks, for its line of layers.jsonl."""
+    def by_block(self) -> dict[str, dict[str, Tensor]]:
+        """Return figures of the step by the names of blocks, where a feature writes such down."""
         return {}
 
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:

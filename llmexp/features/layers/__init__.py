@@ -1,4 +1,5 @@
 """Figures of chosen steps layer by layer, in layers.jsonl.
 
 figures    what is taken of a step on the device
+reading    read layers.jsonl
 """

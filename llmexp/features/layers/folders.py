@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from llmexp.folders import rundir
+from llmexp.features.layers.reading import FILE
 from llmexp.folders.rows import Rows
 
 
 def look_back(path: Path, step: int) -> Callable[[], None]:
-    file = path / rundir.LAYERS
+    file = path / FILE
     if not file.exists():
         return lambda: None
     rows = Rows(file, step)

@@ -8,7 +8,7 @@ from llmexp.config.sections import knobs_of
 from llmexp.data.window import Window
 from llmexp.features.layers.config import Knobs, of_each_step
 from llmexp.features.layers.figures import Layers, Taken, row_of
-from llmexp.folders import rundir
+from llmexp.features.layers.reading import FILE
 from llmexp.folders.rows import Rows
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
@@ -54,7 +54,7 @@ class LayerByLayer(Feature):
     def updated(self, window: Window, skip: Any) -> None:
         if self._due(window):
             taken = self._layers.after_update()
-            for figures_of in self._features.on("layers"):
+            for figures_of in self._features.on("by_block"):
                 taken |= figures_of()
             self.last.append((window.step + 1, taken))
 
@@ -72,7 +72,7 @@ class LayerByLayer(Feature):
     def begin(self, loop: Loop) -> None:
         super().begin(loop)
         if loop.out.main:
-            self._lines = Rows(loop.out.path / rundir.LAYERS, loop.progress.step).open()
+            self._lines = Rows(loop.out.path / FILE, loop.progress.step).open()
 
     def sync(self) -> None:
         if self._lines is not None:

@@ -88,7 +88,7 @@ class Load(Feature):
     def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
         return {f"moe/{key}": getattr(self._by_layer[key], how)() for key, how in BY_LAYER.items()}
 
-    def layers(self) -> dict[str, dict[str, Tensor]]:
+    def by_block(self) -> dict[str, dict[str, Tensor]]:
         named = self._by_layer.items()
         return {f"moe/{key}": dict(zip(self._blocks, of_l, strict=True)) for key, of_l in named}
 

@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 from llmexp.config.values import knob, where
 
+FOLDER = "spikes"  # of a run
 SECTION = "metrics"
 
 

@@ -13,7 +13,7 @@ from llmexp.features.layers.figures import row_of
 from llmexp.features.layers.train import LayerByLayer
 from llmexp.features.outliers.limits import Limits, describe
 from llmexp.features.outliers.train import Outliers
-from llmexp.folders.rundir import SPIKES
+from llmexp.features.spikes.config import FOLDER
 from llmexp.system.fileio import Unwritable, write_json
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.feature import Feature
@@ -78,7 +78,7 @@ class Spikes(Feature):
         if not loop.out.main:
             return
         begin, starts = sequences_of(loop.parts, step)
-        folder = loop.out.path / SPIKES
+        folder = loop.out.path / FOLDER
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:

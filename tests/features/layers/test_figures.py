@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmexp.features.layers.figures import attention_figures
-from llmexp.folders.layers import read_layers
+from llmexp.features.layers.reading import read_layers
 from llmexp.folders.rows import read_rows
 from llmexp.models.logits import divisor_of
 from tests.conftest import llmexp

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.folders.layers import by_layer
+from llmexp.features.layers.reading import by_layer
 from llmexp.folders.rows import read_rows
 from tests.tracker.fake_wandb import FakeWandb
 from tests.tracker.test_sync import llmexp, make_run, rows_of

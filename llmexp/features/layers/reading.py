@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.folders.rows import walk_rows
-from llmexp.folders.rundir import LAYERS
 
+FILE = "layers.jsonl"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # the first in a module's name is its layer's
 
 
@@ -22,7 +22,7 @@ def read_layers(path: Path) -> Iterator[dict[str, Any]]:
     the weights, `grad_share` the module's part of the squared gradient norm, absent where a norm is
     not finite. Raises ConfigError for damage.
     """
-    for row, _ in walk_rows(path / LAYERS):
+    for row, _ in walk_rows(path / FILE):
         place = {key: row.pop(key) for key in ("step", "tokens_seen") if key in row}
         by_name: dict[str, dict[str, float]] = {}
         for key, values in row.items():
