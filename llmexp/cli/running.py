@@ -92,10 +92,12 @@ def read_line(
         return parser.parse_intermixed_args(words)
     from llmexp.compose.command_line import parse, take_allowed
 
+    if os.environ.get("LLMEXP_ALLOW") or any(word.startswith("--allow") for word in words):
+        words = take_allowed(words)
     text = "allow parts from your package (looked for in this folder too)"
     parser.add_argument("--allow", metavar="PACKAGE", help=text)
     if "run" in takes or {"-h", "--help"} & set(words):
-        return parser.parse_intermixed_args(take_allowed(words))
+        return parser.parse_intermixed_args(words)
     return parse(command, function, words)
 
 

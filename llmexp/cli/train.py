@@ -85,17 +85,9 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
         with composed(args) as (cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
-                if args.create_only:
-                    text = "makes the folder of one run; for a sweep use hydra/launcher=slurm"
-                    raise ConfigError("unsupported", f"--create-only: {text}")
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
-                from llmexp.compose.forking import with_steps
-                from llmexp.sweep.main import sweep
-
-                say_tracker(cfg, points=True)
-                given, words = (with_steps(a, args.overrides) for a in (args.overrides, args.words))
-                return sweep(cfg, given, words)
+                return _sweep(args, cfg)
             config = typed_config(cfg)
             wanted, fixed = run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")
@@ -115,6 +107,19 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
         if args.create_only and code == 0 and path is not None:
             say(how_to_start(path, config))
         return code, path
+
+
+def _sweep(args: argparse.Namespace, cfg: DictConfig) -> tuple[int, Path | None]:
+    """Train all points of a sweep: see `_start_run`."""
+    from llmexp.compose.forking import with_steps
+    from llmexp.sweep.main import sweep
+
+    if args.create_only:
+        text = "makes the folder of one run; for a sweep use hydra/launcher=slurm"
+        raise ConfigError("unsupported", f"--create-only: {text}")
+    say_tracker(cfg, points=True)
+    given, words = (with_steps(a, args.overrides) for a in (args.overrides, args.words))
+    return sweep(cfg, given, words)
 
 
 def how_to_start(path: Path, config: Config) -> str:

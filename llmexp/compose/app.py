@@ -299,7 +299,8 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     fill_tracker(tree)
     refuse_secrets(tree)
     fill_names(tree, cfg)
-    _refuse_unplaced(tree, cfg)
+    if "experiment" in tree:
+        raise _unplaced(cfg)
     given = typed_in(cfg)
     replace_budgets(tree, given)
     fork, beneath = tree.get("fork"), run
@@ -320,18 +321,13 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     return config
 
 
-def _refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Raise ConfigError for an experiment whose settings are under `experiment`.
-
-    Nothing reads them there."""
-    if "experiment" in tree:
-        choice = cfg.hydra.runtime.choices.get("experiment")
-        source, *_ = file_at(f"experiment/{choice}")
-        text = "without it all that it sets is put under `experiment`, where nothing reads it"
-        line = "must begin with the line `# @package _global_`"
-        raise ConfigError(
-            "idle_knob", f"experiment={choice}: {source} {line}; {text}", "experiment"
-        )
+def _unplaced(cfg: DictConfig) -> ConfigError:
+    """Return the refusal of an experiment whose settings are under `experiment`."""
+    choice = cfg.hydra.runtime.choices.get("experiment")
+    source, *_ = file_at(f"experiment/{choice}")
+    text = "without it all that it sets is put under `experiment`, where nothing reads it"
+    line = "must begin with the line `# @package _global_`"
+    return ConfigError("idle_knob", f"experiment={choice}: {source} {line}; {text}", "experiment")
 
 
 def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:

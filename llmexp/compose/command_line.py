@@ -78,7 +78,7 @@ def _is_there(package: str) -> bool:
 
 
 def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> Namespace:
-    """Return Hydra's flags, the overrides and the function's own arguments; --allow takes effect.
+    """Return Hydra's flags, the overrides and the function's own arguments.
 
     A word of the function is the first that is no override. `line` has all of it. Raises
     ConfigError."""
@@ -93,8 +93,6 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
     parser.error = unknown  # type: ignore[method-assign]
     add_arguments(parser, function, words=False)
     # flags may stand between overrides
-    if "--allow" in " ".join(words) or os.environ.get("LLMEXP_ALLOW"):
-        words = take_allowed(words)
     args = parser.parse_intermixed_args(words)
     args.line, args.words = args, [word for word in words if word != "--json"]
     own = list[str]()

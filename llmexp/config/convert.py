@@ -181,13 +181,17 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
             needed = "a whole number"
         elif not finite:
             needed = "a finite number" if a_number else "a number"
-    if needed and isinstance(value, str) and NUMBER_OR_WORD.fullmatch(value):
-        text = f"is a text, as it has quotes or leading zeros; {needed} is needed"
-        raise refuse("wrong_type", key, repr(value), text, value.lstrip("0_") or "0")
     if needed:
         auto = ", or auto" if knob.auto and kind is not bool else ""
-        raise refuse("wrong_type", key, value, f"{needed} is needed{auto}", example)
+        raise _misfit(value, key, needed, auto, example)
     return kind(value) if kind in (int, float) else value
+
+
+def _misfit(value: Any, key: str, needed: str, auto: str, example: Any) -> ConfigError:
+    if isinstance(value, str) and NUMBER_OR_WORD.fullmatch(value):
+        text = f"is a text, as it has quotes or leading zeros; {needed} is needed"
+        return refuse("wrong_type", key, repr(value), text, value.lstrip("0_") or "0")
+    return refuse("wrong_type", key, value, f"{needed} is needed{auto}", example)
 
 
 def check_range(value: Any, key: str, knob: Knob) -> None:

@@ -74,10 +74,14 @@ class Shard:
 
 
 def _opened(array: np.ndarray) -> Shard:
-    mapped, name = getattr(array, "_mmap", None), getattr(array, "filename", None)
     ids = np.asarray(array)  # a memmap slices slowly
-    if mapped is None or name is None:
+    if getattr(array, "_mmap", None) is None or getattr(array, "filename", None) is None:
         return Shard("an array in memory", array, ids)
+    return _opened_file(array, ids)
+
+
+def _opened_file(array: Any, ids: np.ndarray) -> Shard:
+    mapped, name = array._mmap, array.filename
     size, state, sample = mapped.size(), None, ""
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
         inode, _, written, changed = file_state(str(name))

@@ -127,16 +127,22 @@ def join(  # noqa: PLR0913 (what parallelism says)
                 names, store=store, rank=rank, world_size=world, timeout=timeout
             )
         if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
-            named = zip(("replicate", "shard", "tp"), sizes, strict=True)
-            dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}
-            whole = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-            tensor = whole["tp"] if "tp" in dims else None
-            if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
-                sharding = whole[names_left]
+            sharding, tensor = _axes(device_type, kind, sizes)
     dp_rank, dp_size = rank // tensor_parallel_size, replicate_size * shard_size
     return Mesh(
         rank, world, dp_rank, dp_size, kind, device, sharding, tensor, reduces_once, sequence
     )
+
+
+def _axes(
+    device_type: str, kind: str, sizes: tuple[int, int, int]
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the axes over which parameters are sharded, and split inside of products."""
+    named = zip(("replicate", "shard", "tp"), sizes, strict=True)
+    dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}
+    whole = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    left = tuple(n for n in dims if n != "tp")
+    return whole[left] if kind != "tp" and left else None, whole["tp"] if "tp" in dims else None
 
 
 @functools.cache

@@ -9,6 +9,7 @@ derived, shares, banner  how a number is declared; what each source and group ge
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -301,8 +302,11 @@ def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
     """Return the stages of a run without an end, which its end is solved from; no ramp: one."""
     batch = solve_batch(config.batch, facts.dp_size)
     real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.dp_size
-    sizes = {0: real} if batch.ramp is None else ramp_sizes(batch.ramp)
-    stages = stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
+    step, sequence, *_ = facts.begin
+    stages: Sequence[BatchStage] = [BatchStage(0, step, sequence, real, real // per_micro_step)]
+    if batch.ramp is not None:
+        sizes = ramp_sizes(batch.ramp)
+        stages = stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
     if not asks_rule(config.optimizer):
         return tuple(stages)
     from llmexp.run.rules import rate_by_batch
@@ -343,6 +347,9 @@ def solve(
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     tokens = (budget.total_sequences - facts.begin.sequences) * length
     max_tokens = tokens + facts.begin.tokens
+    by_model = any(
+        value is not None for value in (config.train.max_flops, config.train.tokens_per_parameter)
+    )
     return Run(
         **vars(facts),
         micro_batch_size=batch.micro_batch_size,
@@ -354,7 +361,7 @@ def solve(
         stages=stages,
         **vars(budget),
         max_tokens=max_tokens,
-        budget_given=spent_of(config.train, facts.token_cost, max_tokens),
+        budget_given=spent_of(config.train, facts.token_cost, max_tokens) if by_model else None,
         max_epochs=budget.total_sequences / facts.train_sequences,
         val_sequences=val_sequences,
         eval_sequences=min(val_sequences, -(-eval_tokens // length)),

@@ -100,8 +100,6 @@ def as_tokenizer(found: Any) -> Tokenizer:
 
     Raises ConfigError for what is no tokenizer.
     """
-    if isinstance(found, Tokenizer):
-        return found
     known = any(kind.__module__.startswith("tiktoken.") for kind in type(found).__mro__)
     module, kind = ("tiktoken", "TiktokenTokenizer") if known else ("own", "CustomTokenizer")
     made: Tokenizer = getattr(importlib.import_module(f"{__package__}.{module}"), kind)(found)

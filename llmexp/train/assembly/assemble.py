@@ -161,7 +161,8 @@ def assemble(
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings = [*bare.warnings, *check_parallel(solved, place, bare.loss)]
     warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
-    warnings += [] if tried or parent else cached(initial_warnings, *begins_with)
+    if not tried and not parent and (solved.fork.run or solved.model.get("init_from")):
+        warnings += cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
     bind("schedule", config.schedule, {})  # refuses wrong knobs

@@ -71,8 +71,6 @@ def initial_warnings(
 
     They are those of the folder `parent` of a fork, or those that the model section names. Their
     tokenizer counts where the data are ids of the run's. Raises ConfigError for a misfit."""
-    if parent is None and section.get("init_from") is None:
-        return []
     used = tokenizer if uses_tokenizer else None
     if parent is not None:
         return _check_ids("fork.run", Path(parent), used)

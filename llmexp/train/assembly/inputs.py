@@ -21,6 +21,8 @@ from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer of a section. Raises ConfigError."""
     found = bind("tokenizer", section, {})()
+    if isinstance(found, Tokenizer):
+        return found
     try:
         return as_tokenizer(found)
     except Exception as error:  # of the user's code

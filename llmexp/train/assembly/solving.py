@@ -229,6 +229,14 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
     if isinstance(steps, int) and 0 < run.max_steps - begin < steps:
         left = run.max_steps - begin
         yield f"schedule.decay_steps={steps}: the decay takes the {left} updates that are left"
+    if text := rule_of(config).too_late(config.clip, run.max_steps):
+        yield text
+    if config.batch.ramp or config.data.get("stages"):
+        yield from _stages_too_late(config, run)
+
+
+def _stages_too_late(config: Config, run: Run) -> Iterator[str]:
+    """Yield the stages of the batch and of the data that never begin."""
     begun = {stage.from_tokens for stage in run.stages}
     for tokens in ramp_sizes(config.batch.ramp) if config.batch.ramp else ():
         if tokens not in begun and tokens > min(begun):
@@ -236,8 +244,6 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             if tokens < run.max_tokens:
                 why = "as the next one begins with the same step"
             yield f"batch.ramp: the stage from {tokens:,} tokens on never begins, {why}"
-    if text := rule_of(config).too_late(config.clip, run.max_steps):
-        yield text
     stages = fill(config.data.get("stages"), "data.stages")
     for stage in stages if isinstance(stages, list) else ():
         first = stage.get("from_tokens") if isinstance(stage, dict) else None

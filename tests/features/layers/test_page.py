@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.page import page
-from llmexp.compare.plots import STEPS
+from llmexp.features.layers.page import STEPS
 from tests.compare.made import comparison, grid
 from tests.compare.pages import array, browser, figures, menu, show
 
