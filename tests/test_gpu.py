@@ -105,11 +105,11 @@ class Head(nn.Module):
         self.table = nn.Parameter(torch.randn(rows, width, device="cuda"))
         self.head_weight = nn.Parameter(0.05 * torch.randn(vocabulary, width, device="cuda"))
 
-    def features(self, tokens_bt: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens_bt: torch.Tensor) -> torch.Tensor:
         return self.table[tokens_bt]
 
     def forward(self, tokens_bt: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.features(tokens_bt), self.head_weight)
+        return F.linear(self.hidden(tokens_bt), self.head_weight)
 
 
 @pytest.mark.parametrize(

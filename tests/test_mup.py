@@ -142,7 +142,7 @@ def test_logits_have_the_multipliers_of_the_package(kind):
         if ".q_proj." in name:
             weights[name] *= 8 / head * math.sqrt(head)
     standard.load_state_dict(weights)
-    want = F.linear(standard.features(tokens) / (WIDTH / BASE), standard.head_weight)
+    want = F.linear(standard.hidden(tokens) / (WIDTH / BASE), standard.head_weight)
     torch.testing.assert_close(model(tokens), want, rtol=1e-12, atol=1e-13)
     assert divisor_of(model.blocks[0].attention) == head / 8
 

@@ -112,7 +112,7 @@ def rehearse(
             dtype = OPERANDS.get(precision, parameter_dtype(precision))
             setup.loss.run_fused = functools.partial(_whole_loss, setup.model, dtype)
         fake_group.reduce_at_once(setup.module)
-        for method in ("features", "forward"):
+        for method in ("hidden", "forward"):
             _watch(counting, setup.model, method, "activations")
         _watch(counting, setup.loss, "forward", "loss")
         for optimizer in setup.optimizers:
@@ -217,7 +217,7 @@ def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
 
 def _whole_loss(model: Any, dtype: torch.dtype, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
     """Take the memory of the model and of the loss that is compiled with it."""
-    loss: Tensor = _WholeLoss.apply(model.features(tokens_bt), model.head_weight, dtype)
+    loss: Tensor = _WholeLoss.apply(model.hidden(tokens_bt), model.head_weight, dtype)
     return loss
 
 

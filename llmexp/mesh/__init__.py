@@ -28,7 +28,7 @@ from llmexp.mesh.groups import (
     numbered,
     ranks_where,
     shorten_timeout,
-    total,
+    total_,
     visited_store,
 )
 from llmexp.mesh.split import (

@@ -174,7 +174,7 @@ def log_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank-{rank}.log"
 
 
-def total(mesh: Mesh, value: Tensor) -> Tensor:
+def total_(mesh: Mesh, value: Tensor) -> Tensor:
     """Sum over the ranks that see different sequences, in place."""
     if mesh.dp_size > 1:
         dist.all_reduce(value, group=mesh.dp_group)

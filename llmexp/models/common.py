@@ -25,7 +25,7 @@ class LanguageModel(nn.Module):
     """Hold what GPT2 and Llama share.
 
     A model makes its parameters on the meta device and then calls `begin`. It has `blocks`, an
-    embedding's `dropout`, a `final_norm`, `head_weight` (v, d) and `features(tokens)`, the hidden
+    embedding's `dropout`, a `final_norm`, `head_weight` (v, d) and `hidden(tokens)`, the hidden
     states (b, t, d) after the final norm.
     """
 
@@ -50,12 +50,12 @@ class LanguageModel(nn.Module):
         width = cls.mlp_factor * d_model
         return round(width) if width.is_integer() else max(1, round(width / 64)) * 64
 
-    def features(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
+    def hidden(self, tokens_bt: Tensor, past: Any = None) -> Tensor:
         raise NotImplementedError
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Return logits (b, t, v) of the next token."""
-        return F.linear(self.features(tokens_bt), self.head_weight)
+        return F.linear(self.hidden(tokens_bt), self.head_weight)
 
     def parametrize(self, base_width: int | None, width: int) -> None:
         """Take the multipliers of another parametrization, before `begin`. Raises ConfigError.
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
         return type(self).__module__.startswith("llmexp.models.")
 
     def can_remember(self, length: int) -> bool:
-        """Return whether `features` takes a `KVCache` of up to `length` tokens."""
+        """Return whether `hidden` takes a `KVCache` of up to `length` tokens."""
         seen = self.sliding_window is None or self.sliding_window >= length
         return self.is_ours() and self.document_end is None and seen
 

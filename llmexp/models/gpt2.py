@@ -100,7 +100,7 @@ class GPT2(LanguageModel):
         """Output projection (v, d), a Parameter: the token embedding's weight."""
         return self.token_embedding.weight
 
-    def features(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
         """Return the hidden states (b, t, d) after the final norm.
 
         Raises ValueError for too long a sequence.

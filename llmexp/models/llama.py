@@ -304,7 +304,7 @@ class Llama(LanguageModel):
         """Return the output projection (v, d); where `tied_head`, the token embedding's weight."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
-    def features(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens_bt: Tensor, past: KVCache | None = None) -> Tensor:
         """Return the hidden states (b, t, d) after the final norm, or raise ValueError."""
         t = tokens_bt.shape[1]
         first, documents = self.placed(tokens_bt, past)

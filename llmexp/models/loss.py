@@ -102,7 +102,7 @@ class SummedLoss(nn.Module):
     """The model and its loss: all that a training step calls, once for each micro-batch.
 
     It is the cross-entropy, summed over the valid targets of the micro-batch.
-    `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
+    `model(tokens_bt)` returns logits (b, t, v). Where it also has `hidden(tokens_bt)` (b, t, d)
     and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
     Its parameters are the model's, without copies. The loss is `chunked` where the model allows it
     and the vocabulary is large enough to gain.
@@ -110,7 +110,7 @@ class SummedLoss(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
+        self.model: Any = model  # nn.Module's own attribute types are too narrow for hidden()
         self.shard: VocabShard | None = None
         self.chunked = self.has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
@@ -120,9 +120,9 @@ class SummedLoss(nn.Module):
         self._losing: list[Any] = [m for m in model.modules() if hasattr(m, "added_losses")]
 
     def has_head(self) -> bool:
-        """Return whether the model gives its features and its output head apart."""
+        """Return whether the model gives its hidden states and its output head apart."""
         head_weight = getattr(self.model, "head_weight", None)
-        return hasattr(self.model, "features") and head_weight is not None
+        return hasattr(self.model, "hidden") and head_weight is not None
 
     def share_vocabulary(self, shard: VocabShard) -> None:
         """Take this rank's output head as a part of the vocabulary from now on.
@@ -134,9 +134,9 @@ class SummedLoss(nn.Module):
         self.chunked = True
 
     def _trunk(self, tokens_bt: Tensor) -> Tensor:
-        """Return the features for the chunked loss, or the logits for the plain one."""
+        """Return the hidden states for the chunked loss, or the logits for the plain one."""
         if self.chunked:
-            return self.model.features(tokens_bt)
+            return self.model.hidden(tokens_bt)
         out = self.model(tokens_bt)
         if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -154,7 +154,7 @@ class SummedLoss(nn.Module):
         vocabulary = head_vd.shape[0]
         # rows of zeros, whose logits nobody reads: a device reads what is aligned faster
         padded = F.pad(head_vd, (0, 0, 0, -vocabulary % ALIGNED))
-        logits_btv = F.linear(self.model.features(tokens_bt), padded)
+        logits_btv = F.linear(self.model.hidden(tokens_bt), padded)
         return compiled_cross_entropy(logits_btv, targets_bt, vocabulary)
 
     def fuses_loss(self, tokens: int, device: torch.device) -> bool:

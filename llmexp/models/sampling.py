@@ -76,7 +76,7 @@ def _last_logits(
     tokens_bt = torch.tensor([tokens], device=device)
     if past is None:
         return model(tokens_bt)[0, -1].float()
-    return F.linear(model.features(tokens_bt, past)[0, -1], model.head_weight).float()
+    return F.linear(model.hidden(tokens_bt, past)[0, -1], model.head_weight).float()
 
 
 def _draw(

@@ -88,10 +88,10 @@ def _unused(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> list[st
         raise Unfit(f"its first weights are not finite: {first_of(bad)}")
     compute, found = model, model(tokens)
     _check_logits(found, tokens, ids, wanted)
-    if head is not None and hasattr(model, "features"):
+    if head is not None and hasattr(model, "hidden"):
         compute = model.features  # the loss takes these in the place of the logits
         found = compute(tokens)
-        _check_features(found, head, tokens)
+        _check_hidden(found, head, tokens)
     if found.isnan().any():
         raise Unfit("its pass over the first tokens gives values that are not finite (NaN)")
     unused = {n for n, p in named.items() if p.requires_grad and p is not head}
@@ -102,13 +102,13 @@ def _unused(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> list[st
     return [name for name in named if name in unused]
 
 
-def _check_features(hidden: Any, head: Tensor, tokens: Tensor) -> None:
-    """Raise Unfit for features of a model that are none."""
+def _check_hidden(hidden: Any, head: Tensor, tokens: Tensor) -> None:
+    """Raise Unfit for hidden states of a model that are none."""
     if not isinstance(hidden, Tensor) or hidden.shape != (*tokens.shape, head.shape[1]):
         what = _shape(hidden) if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         needed = f"({tokens.shape[0]}, {tokens.shape[1]}, {head.shape[1]})"
         needed += " = (batch, time, width of head_weight) is needed"
-        raise Unfit(f"features(tokens) returned {what}, where {needed}")
+        raise Unfit(f"hidden(tokens) returned {what}, where {needed}")
 
 
 def _reached(found: Tensor, named: dict[str, nn.Parameter]) -> set[str]:

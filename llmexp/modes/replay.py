@@ -189,7 +189,7 @@ def differentiate(loop: Loop, window: Window, weight: Tensor) -> tuple[float, li
     """Compute a window's loss, summed over the ranks, its gradient of true scale, and its norm."""
     setup = loop.setup
     setup.zero_gradients()
-    nll = float(on_host(mesh.total(setup.mesh, accumulate(setup, window, weight))))
+    nll = float(on_host(mesh.total_(setup.mesh, accumulate(setup, window, weight))))
     gradients = setup.gradients
     setup.scaler.unscale([mesh.local_part(g) for g in gradients])
     return nll, gradients, float(mesh.global_norm(setup.mesh, gradients))
@@ -238,8 +238,8 @@ def by_sequence(loop: Loop, window: Window) -> tuple[float, list[dict[str, Any]]
         with precision.autocast(setup.arithmetic, joined.device):
             operands = (x.to(joined.device) for x in (tokens_1t, targets_1t))
             each_t = setup.loss(*operands, each=True)[0]
-        each_t = mesh.total(joined, each_t.double())
-        valid = mesh.total(joined, (targets_1t[0] != IGNORE_INDEX).double().to(joined.device))
+        each_t = mesh.total_(joined, each_t.double())
+        valid = mesh.total_(joined, (targets_1t[0] != IGNORE_INDEX).double().to(joined.device))
         targets = int(valid.sum())
         if len(found) < len(starts):
             start = starts[len(found)]

@@ -163,7 +163,7 @@ def likelihoods(
         if mine:
             index = torch.tensor(mine).to(joined.device, non_blocking=True)
             found_2r[:, index] = torch.stack([-nll_bt.double().sum(1), hit_b.double()])
-    lls_r, hits_r = mesh.total(joined, found_2r).cpu().numpy()
+    lls_r, hits_r = mesh.total_(joined, found_2r).cpu().numpy()
     return lls_r, hits_r
 
 

@@ -67,7 +67,7 @@ def evaluate_stream(
             sums[1] += int((targets != IGNORE_INDEX).sum())
             if parts.corpus.is_text:
                 sums[2] += float(parts.text_bytes.at(stream, starts_b, targets).sum())
-    nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
+    nll, targets, count_bytes = mesh.total_(setup.mesh, sums).tolist()
     if not targets:
         return {}
     if not math.isfinite(nll):

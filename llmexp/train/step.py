@@ -136,7 +136,7 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     targets, loss_weight = loss_factor(setup, window)
     nll = accumulate(setup, window, loss_weight)
     own_nll = on_host(nll.clone())
-    loss = on_host(mesh.total(setup.mesh, nll)) / at_least_one(targets)
+    loss = on_host(mesh.total_(setup.mesh, nll)) / at_least_one(targets)
 
     gradients = setup.gradients
     held = gradients  # this rank's parts: the same storage
@@ -187,7 +187,7 @@ def loss_factor(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     count: Any = float(window.target_count)
     if setup.mesh.dp_size > 1 or device.type != "cpu":
         own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
-        count = on_host(mesh.total(setup.mesh, own_count))
+        count = on_host(mesh.total_(setup.mesh, own_count))
     factor = setup.mesh.dp_size / at_least_one(count)
     factor = factor.to(dtype) if isinstance(factor, Tensor) else torch.tensor(factor, dtype=dtype)
     return count, factor * setup.scaler.value if setup.scaler.enabled else factor

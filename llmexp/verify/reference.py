@@ -140,7 +140,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     They come from its features and its head where it has no forward.
     """
     if type(model).forward is nn.Module.forward:
-        return (model.features(tokens) @ model.head_weight.T).double()
+        return (model.hidden(tokens) @ model.head_weight.T).double()
     return model(tokens).double()
 
 

@@ -33,8 +33,8 @@ class Flipped(GPT2):
 
 
 class Halved(Llama):
-    def features(self, tokens_bt: Tensor) -> Tensor:
-        return super().features(tokens_bt) / 2
+    def hidden(self, tokens_bt: Tensor) -> Tensor:
+        return super().hidden(tokens_bt) / 2
 
 
 MODELS = {
@@ -77,11 +77,11 @@ def test_what_is_remembered_gives_the_hidden_states_of_the_whole(kind: str) -> N
     model = MODELS[kind]().double().eval()
     tokens_bt = torch.randint(0, 30, (2, 8))
     past = KVCache()
-    parts = [model.features(part, past) for part in tokens_bt.split([3, 1, 1, 1, 1, 1], 1)]
+    parts = [model.hidden(part, past) for part in tokens_bt.split([3, 1, 1, 1, 1, 1], 1)]
     # float64 through two layers, of sums in another order
-    torch.testing.assert_close(torch.cat(parts, 1), model.features(tokens_bt), rtol=0, atol=1e-13)
+    torch.testing.assert_close(torch.cat(parts, 1), model.hidden(tokens_bt), rtol=0, atol=1e-13)
     with pytest.raises(ValueError, match="9 tokens"):
-        model.features(tokens_bt[:, :1], past)
+        model.hidden(tokens_bt[:, :1], past)
 
 
 def test_context_never_exceeds_its_length() -> None:

@@ -144,7 +144,7 @@ def test_too_long_a_sequence_is_named_and_the_trunk_is_one_graph(
         model(torch.zeros(1, 25, dtype=torch.long))
     tokens_bt = tokens_of()
     whole = torch.compile(model.features, fullgraph=True, backend="eager")
-    torch.testing.assert_close(whole(tokens_bt), model.features(tokens_bt))
+    torch.testing.assert_close(whole(tokens_bt), model.hidden(tokens_bt))
 
 
 def angles(length: int, head_dim: int, theta: float) -> np.ndarray:

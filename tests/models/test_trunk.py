@@ -60,7 +60,7 @@ def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too
         mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
         for block in loss.model.blocks:
             block.compile(backend="eager")
-        hidden = loss.model.features(torch.randint(0, 50, (2, 8)))
+        hidden = loss.model.hidden(torch.randint(0, 50, (2, 8)))
     assert hidden.shape == (2, 8, WIDTH)
 
 
@@ -109,7 +109,7 @@ def test_what_waits_on_the_host_changes_no_bit(kind, dtype, monkeypatch):
             offload.offload_blocks(model)
         with planned_for("cuda", 1e9):  # the copies then are on this CPU as well
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = (model.features(tokens).float() ** 2).sum()
+                loss = (model.hidden(tokens).float() ** 2).sum()
             loss.backward()
         found.append((loss, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -174,9 +174,9 @@ def test_the_residual_stream_is_in_full_precision_or_rounded_once_an_addition(ki
         assert torch.equal(model(tokens), model_of(kind)(tokens))  # without autocast: one and all
         seen.clear()
         with torch.autocast("cpu", dtype):
-            hidden = model.features(tokens)
+            hidden = model.hidden(tokens)
         assert seen == {wanted}
-        errors[residual] = distances(hidden, model, exact.features(tokens), exact)
+        errors[residual] = distances(hidden, model, exact.hidden(tokens), exact)
     # Each of 2 * LAYERS + 1 roundings moves the stream by half a unit at most; the gradient meets
     # them forward and backward.
     more = 2 * (2 * LAYERS + 1) * torch.finfo(dtype).eps / 2

@@ -36,4 +36,4 @@ class Digest(Feature):
 
     def row(self, window: Window) -> dict[str, Any]:
         digest = torch.tensor(window.mark, device=self._mesh.device)
-        return {"data_digest": f"{int(mesh.total(self._mesh, digest)) % 2**63:016x}"}
+        return {"data_digest": f"{int(mesh.total_(self._mesh, digest)) % 2**63:016x}"}

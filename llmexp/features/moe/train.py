@@ -71,7 +71,7 @@ class Load(Feature):
 
     @torch.no_grad()
     def updated(self, window: Window, skip: Any) -> None:
-        sums_ln = mesh.total(self._mesh, self._sums + self._last)
+        sums_ln = mesh.total_(self._mesh, self._sums + self._last)
         load_le, means_ln = sums_ln.split((self._n_experts, len(_MEANS) + 1), 1)
         total_l1 = load_le.sum(1, keepdim=True)
         below_le = (total_l1 - self._n_experts * load_le).sign()

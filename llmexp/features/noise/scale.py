@@ -86,14 +86,14 @@ class SmallGradient:
         targets = torch.tensor(float(self._targets), dtype=torch.float64)
         targets = targets.to(count.device, non_blocking=True)
         if together:
-            targets = mesh.total(self._mesh, targets)
+            targets = mesh.total_(self._mesh, targets)
         # The sum is the gradient of nll x loss scale x weight (see `loss_factor` in train/step).
         weight = 1 if together else self._mesh.dp_size
         square = (norm.double() * count / (weight * scale.double())).square()
         there = targets > 0
         figures = torch.stack((square / targets.clamp(min=1), targets, there.double()))
         if not together:
-            figures = mesh.total(self._mesh, figures)
+            figures = mesh.total_(self._mesh, figures)
         weighted, targets, ranks = figures.unbind()
         square, size = weighted / targets.clamp(min=1), targets / ranks.clamp(min=1)
         return {"small_square": square, "small_targets": size}

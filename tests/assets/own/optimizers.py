@@ -116,8 +116,8 @@ class ByFeatures(Bigram):
     def head_weight(self):
         return self.head.weight
 
-    def features(self, tokens):
+    def hidden(self, tokens):
         return self.embed(tokens)
 
     def forward(self, tokens):
-        return self.head(self.features(tokens) * self.gate)
+        return self.head(self.hidden(tokens) * self.gate)

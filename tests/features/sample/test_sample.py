@@ -184,8 +184,8 @@ class Scaled(GPT2):
         self.again = nn.Linear(16, 320, bias=False)
         self.again.weight = self.token_embedding.weight
 
-    def features(self, tokens_bt: Tensor) -> Tensor:
-        return super().features(tokens_bt) * self.scale
+    def hidden(self, tokens_bt: Tensor) -> Tensor:
+        return super().hidden(tokens_bt) * self.scale
 
 
 def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
