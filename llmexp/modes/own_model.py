@@ -89,7 +89,7 @@ def _unused(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> list[st
     compute, found = model, model(tokens)
     _check_logits(found, tokens, ids, wanted)
     if head is not None and hasattr(model, "hidden"):
-        compute = model.features  # the loss takes these in the place of the logits
+        compute = model.hidden  # the loss takes these in the place of the logits
         found = compute(tokens)
         _check_hidden(found, head, tokens)
     if found.isnan().any():

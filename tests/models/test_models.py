@@ -143,7 +143,7 @@ def test_too_long_a_sequence_is_named_and_the_trunk_is_one_graph(
     with pytest.raises(ValueError, match=r"25 tokens.*model\.max_position_embeddings=24"):
         model(torch.zeros(1, 25, dtype=torch.long))
     tokens_bt = tokens_of()
-    whole = torch.compile(model.features, fullgraph=True, backend="eager")
+    whole = torch.compile(model.hidden, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(tokens_bt), model.hidden(tokens_bt))
 
 
