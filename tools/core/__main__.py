@@ -54,7 +54,7 @@ def main() -> None:
     total = [0, 0, 0]
     for name in sorted(found):
         text = (ROOT / "llmexp" / name).read_text(encoding="utf-8")
-        lines, shown = text.splitlines(keepends=True), []
+        lines, shown, last = text.splitlines(keepends=True), [], 0
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -62,10 +62,11 @@ def main() -> None:
             if first in found[name]:
                 body = "".join(lines[first - 1 : node.end_lineno])
                 shown.append((first, node.name, body.count("\n"), tokens(body)))
-        for _, function, count, lexical in sorted(shown):
+        for first, function, count, lexical in sorted(shown):
             print(f"  {name}:{function:<40}{count:>6}{lexical:>8}")
-        sums = len(shown), sum(s[2] for s in shown), sum(s[3] for s in shown)
-        total = [a + b for a, b in zip(total, sums, strict=True)]
+            if first > last:  # not inside of one that is counted
+                total = [a + b for a, b in zip(total, (1, count, lexical), strict=True)]
+                last = first + count - 1
     print(f"{total[0]:,} functions, {total[1]:,} lines, {total[2]:,} tokens")
 
 
