@@ -122,8 +122,10 @@ def is_writer(tensor: Tensor, rank: int) -> bool:
     Of a tensor that tensor parallelism leaves whole, each tensor-parallel rank has a copy, sharded
     by FSDP: the one that rank 0 has a part of is written. Rank 0 writes what is not sharded at all.
     """
-    if not is_split(tensor):
-        return rank == 0
+    return _writes_split(tensor) if is_split(tensor) else rank == 0
+
+
+def _writes_split(tensor: Any) -> bool:
     sharded: Any = tensor
     mesh = sharded.device_mesh
     axes = zip(sharded.placements, mesh.get_coordinate(), strict=True)

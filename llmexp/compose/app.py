@@ -307,7 +307,8 @@ def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
     is_fork = run is None and isinstance(fork, dict) and fork.get("run") is not None
     if is_fork or run is not None:
         beneath = run or forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
-        forking.follow(tree, given, beneath, fork=is_fork)
+        if is_fork or given:
+            forking.follow(tree, given, beneath, fork=is_fork)
     adopt(tree, cfg, saved=beneath is not None)
     config = build({str(k): v for k, v in tree.items()})
     if beneath is not None:
@@ -373,12 +374,16 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
         text = "a folder is needed, without control characters"
         raise refuse("wrong_type", key, repr(value), text, "outputs/try1")
     if NUMBER_OR_WORD.fullmatch(str(value)):
-        given = [layer.values[key] for layer in layers(cfg) if key in layer.values]
-        if given and not isinstance(given[-1], str):
-            text = "without quotes this is a number to YAML: put quotes around what you wrote"
-            raise refuse("wrong_type", key, given[-1], text, "outputs/try1")
+        _refuse_number(cfg, key)
     refuse_secrets(str(value), key)
     return Path(str(value))
+
+
+def _refuse_number(cfg: DictConfig, key: str) -> None:
+    given = [layer.values[key] for layer in layers(cfg) if key in layer.values]
+    if given and not isinstance(given[-1], str):
+        text = "without quotes this is a number to YAML: put quotes around what you wrote"
+        raise refuse("wrong_type", key, given[-1], text, "outputs/try1")
 
 
 def where_options_are(args: Any) -> list[str]:

@@ -257,10 +257,8 @@ def resolve(
     for name in knobs:
         if name not in parameters and not takes_any:
             names = list(arguments_of(target)) or [n for n in parameters if n not in offered]
-            raise ConfigError(
-                "unknown_key",
-                f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}",
-            )
+            text = f"{values['_target_']} has no such argument.{hint(name, names)}"
+            raise ConfigError("unknown_key", f"{section}.{name}: {text}")
     for name, (kind, knob) in arguments_of(target).items():
         if name in knobs:
             knobs[name] = convert_value(kind, knobs[name], f"{section}.{name}", knob)

@@ -67,6 +67,14 @@ def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in found if row["step"] <= step]
 
 
+def _torn(rows: FileIO, end: int, step: int, error: OSError) -> Unwritable:
+    """Cut a file where its last whole row ends; return the error of the row of a step."""
+    with contextlib.suppress(OSError):
+        rows.truncate(end)
+    text = f"the row of step {step:,} could not be written: {error.strerror}"
+    return Unwritable(f"{rows.name}: {text}")
+
+
 class Figures:
     """Keep what the end of a run needs of its rows."""
 
@@ -188,11 +196,9 @@ class Rows:
                 written += rows.write(data[written:])
         except OSError as error:
             whole = data[:written].rfind(b"\n") + 1
-            with contextlib.suppress(OSError):
-                rows.truncate(before + whole)
-            step = waiting[data[:whole].count(b"\n")][0]
-            text = f"the row of step {step:,} could not be written: {error.strerror}"
-            raise Unwritable(f"{rows.name}: {text}") from error
+            raise _torn(
+                rows, before + whole, waiting[data[:whole].count(b"\n")][0], error
+            ) from error
 
     def sync(self) -> None:
         """Flush to the disk, so that no checkpoint is ahead of its rows. Raises Unwritable."""

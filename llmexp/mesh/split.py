@@ -59,11 +59,15 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
 
     Every element counts once.
     """
-    if not mesh.sharded:
-        if not values:
-            return torch.zeros((), device=mesh.device)
-        # get_total_norm, without its sorting of tensors by device and dtype
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
+    if mesh.sharded:
+        return _norm_over_ranks(mesh, values)
+    if not values:
+        return torch.zeros((), device=mesh.device)
+    # get_total_norm, without its sorting of tensors by device and dtype
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
+
+
+def _norm_over_ranks(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     own_n = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
     return summed_over_all(mesh, values, own_n.double().square()).sqrt().to(own_n.dtype)
 

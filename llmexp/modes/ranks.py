@@ -68,22 +68,25 @@ def watch(path: Path, parts: Parts) -> tuple[int, str]:
         parts.run.threads_per_rank,
         chosen.max_restarts if layout.nnodes == 1 else 0,
     )
-    account: dict[str, Any] = {}
+    accounts: list[dict[str, Any]] = []
 
     def lost(rank: int, code: int) -> bool:
-        account.clear()
-        with contextlib.suppress(ConfigError):
-            account.update(fileio.read_json(note_file(path, rank)))
-        if "text" not in account:  # it was killed, and noted no failure
-            text = how_it_died(code, False, f"rank {rank}") + ending.bus_error(path, code)
-            code = max(code, FAILED)
-            account.update(
-                group.leave_note(path, rank, exit_code=code, text=text, trace="", final=False)
-            )
-        return bool(account["final"])
+        accounts.append(_account_of(path, rank, code))
+        return bool(accounts[-1]["final"])
 
     code = ranks.run_ranks(plan, lost)
     if code in (DONE, PREEMPTED):
         return code, ""
-    sys.stderr.write(account["trace"])
-    return account["exit_code"], group.reported(account)
+    sys.stderr.write(accounts[-1]["trace"])
+    return accounts[-1]["exit_code"], group.reported(accounts[-1])
+
+
+def _account_of(path: Path, rank: int, code: int) -> dict[str, Any]:
+    """Return how a rank has failed, as it has noted it; of one that was killed, what is known."""
+    with contextlib.suppress(ConfigError):
+        account: dict[str, Any] = fileio.read_json(note_file(path, rank))
+        if "text" in account:
+            return account
+    text = how_it_died(code, False, f"rank {rank}") + ending.bus_error(path, code)
+    known = {"exit_code": max(code, FAILED), "text": text, "trace": "", "final": False}
+    return group.leave_note(path, rank, **known)

@@ -132,12 +132,8 @@ def solve_budget(
     else:
         total = stage_at(stages, value).sequences_at(value)
     if total <= begin.sequences:
-        text = f"is less than one sequence of {sequence_length} tokens"
-        if begin.step:
-            text = f"counts the parent's part too, and that is {begin.step:,} steps, "
-            text += f"{begin.tokens:,} tokens and {begin.sequences / train_sequences:.4g} epochs "
-            text += f"at fork.step={begin.step}: nothing is left to train"
         least = _longer(key, begin, stages, sequence_length, train_sequences, token_cost)
+        text = _nothing_left(begin, sequence_length, train_sequences)
         raise refuse("out_of_range", key, value, text, least)
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
@@ -161,6 +157,16 @@ def _one_budget(train: Train) -> tuple[str, Any]:
             "conflict", text.replace("the others", "one") if len(given) == 2 else text
         )
     return next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+
+
+def _nothing_left(begin: Begin, sequence_length: int, train_sequences: int) -> str:
+    if not begin.step:
+        return f"is less than one sequence of {sequence_length} tokens"
+    text = (
+        f"counts the parent's part too, and that is {begin.step:,} steps, {begin.tokens:,} tokens "
+    )
+    text += f"and {begin.sequences / train_sequences:.4g} epochs at fork.step={begin.step}: "
+    return f"{text}nothing is left to train"
 
 
 def _longer(

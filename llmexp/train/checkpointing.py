@@ -108,18 +108,22 @@ def refuse_changed_data(loop: Loop) -> None:
     except DataChanged as error:
         text = str(error)
     if ranks := mesh.ranks_where(joined, text is not None):
-        where = f" ({mesh.numbered(ranks)})" if joined.distributed else ""
-        since = "the beginning" if loop.newest_step is None else f"step {loop.newest_step:,}"
-        if text is None:
-            time.sleep(1.0)  # give the rank that knows the file time to report first
-        raise TrainingFailed(
-            f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
-            f"have seen other data, and step {loop.progress.step:,} is not saved"
-        )
+        raise _data_changed(loop, text, ranks)
     if loop.out.main and not loop.warned_of_data:
         for text in harmless:
             loop.warned_of_data = True
             loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
+
+
+def _data_changed(loop: Loop, text: str | None, ranks: list[int]) -> TrainingFailed:
+    where = f" ({mesh.numbered(ranks)})" if loop.mesh.distributed else ""
+    since = "the beginning" if loop.newest_step is None else f"step {loop.newest_step:,}"
+    if text is None:
+        time.sleep(1.0)  # give the rank that knows the file time to report first
+    return TrainingFailed(
+        f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
+        f"have seen other data, and step {loop.progress.step:,} is not saved"
+    )
 
 
 def advance_save(loop: Loop, must: bool = False) -> None:

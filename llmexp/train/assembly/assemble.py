@@ -31,7 +31,7 @@ from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.models.loss import SummedLoss
 from llmexp.optim.held import not_updated
-from llmexp.optim.states import Traits
+from llmexp.optim.states import Traits, traits_of
 from llmexp.run import Parent, Run, check_model
 from llmexp.run.batch import solve_batch
 from llmexp.system.text import first_of
@@ -295,7 +295,7 @@ def _bare(
         rule_of(solved)(solved.clip, None, given, optimizers)
         for check in features.offered("assembly", "check_model", solved):
             check(solved, given)
-        check_ranks(optimizers, place.layout)
+        check_ranks([o for o in map(traits_of, optimizers) if o is not None], place.layout)
         loss = SummedLoss(model)
     if names := not_updated(given, optimizers):
         text = f"leaves out {len(names)} of the parameters that the model trains, which stay"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
 from llmexp import mesh
 from llmexp.config.kinds import Kind, kind_of_error
@@ -19,7 +18,7 @@ from llmexp.config.sections import Config
 from llmexp.config.values import is_ours, refuse
 from llmexp.models.loss import SummedLoss, blocks_of, is_shipped
 from llmexp.optim import precision
-from llmexp.optim.states import traits_of
+from llmexp.optim.states import Traits
 from llmexp.run.layout import Layout, check_split, check_tokens, solve_layout
 
 # said of a run on a CPU
@@ -117,9 +116,9 @@ def _layout(config: Config, device: torch.device) -> Layout:
     return layout
 
 
-def check_ranks(optimizers: Sequence[Optimizer], layout: Layout) -> None:
-    """Raise ConfigError for an optimizer that these ranks cannot share."""
-    for traits in filter(None, map(traits_of, optimizers)):
+def check_ranks(several: Sequence[Traits], layout: Layout) -> None:
+    """Raise ConfigError for an optimizer with such traits that these ranks cannot share."""
+    for traits in several:
         if layout.shard_size * layout.tensor_parallel_size > 1 and not traits.parts:
             why = "each rank would hold parts of tensors, and its update of a part is not known to"
             text = f"{why} be that part of its update of the whole; take parallelism=ddp or single"
