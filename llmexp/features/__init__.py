@@ -94,6 +94,12 @@ def offered(package: str, name: str, config: Any = None) -> list[Any]:
     return [getattr(part, name) for part in there if hasattr(part, name)]
 
 
+def answers(package: str, name: str, config: Any, *given: Any) -> dict[str, Any]:
+    """Return what functions of the features that a config asks for answer with, as one mapping."""
+    found = (of(*given) for of in offered(package, name, config))
+    return {key: value for one in found for key, value in one.items()}
+
+
 def merged(package: str, name: str, *given: Any) -> dict[str, Any]:
     """Return mappings of a name in a package, or those that functions answer with, as one."""
     found = (of(*given) if callable(of) else of for of in offered(package, name))

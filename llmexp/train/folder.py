@@ -169,13 +169,11 @@ def fixed_facts(parts: Parts) -> dict[str, Any]:
     That is what of the config changes results, the sha256 of the data's fingerprint, and what
     features have prepared."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
-    found = {
+    return {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
         "data": _sha256(fingerprint),
+        **features.answers("assembly", "fixed", parts.config, parts.prepared),
     }
-    for fixed in features.offered("assembly", "fixed", parts.config):
-        found |= fixed(parts.prepared)
-    return found
 
 
 def _sha256(text: str) -> str:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from llmexp import features
 from llmexp.config import variables
 from llmexp.config.parts import COMMON
-from llmexp.config.rules import LIBRARY_TARGET, asks_rule
+from llmexp.config.rules import asks_rule
 from llmexp.config.sections import Config, plain
 from llmexp.config.targets import bind, hook, place
 from llmexp.config.values import ConfigError, is_ours
@@ -142,8 +142,7 @@ def assemble(
         check(config)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
-    if config.optimizer.get("_target_") == LIBRARY_TARGET:
-        config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
+    config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     _check_batch(config, dp_size := place.layout.dp_size)
     hooks = own_hooks(config.hooks) if config.hooks else []
     # inputs: tokenizer and vocabulary
@@ -168,9 +167,7 @@ def assemble(
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     find_parent = None if parent else _forked(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
-    prepared = dict[str, Any]()
-    for prepare in features.offered("assembly", "prepare", solved):
-        prepared |= prepare(solved, tokenizer, cached)
+    prepared = features.answers("assembly", "prepare", solved, solved, tokenizer, cached)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = find_parent(corpus) if find_parent else parent

@@ -16,7 +16,7 @@ from llmexp import mesh
 from llmexp.checkpoint.slices import TYPES, piece_of
 from llmexp.config.convert import checked_knob
 from llmexp.config.kinds import kind_of_error
-from llmexp.config.rules import TRANSFORMERS
+from llmexp.config.rules import LIBRARY_TARGET, TRANSFORMERS
 from llmexp.config.targets import bind, locate
 from llmexp.config.values import ConfigError, is_ours, refuse, typed
 from llmexp.config.variables import fill
@@ -230,6 +230,8 @@ def _sized(
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
+    if section.get("_target_") != LIBRARY_TARGET:
+        return section
     from llmexp.optim.optimizers import library
 
     name = fill(section, "optimizer").get("name")

@@ -154,11 +154,7 @@ def solve_run(
         run,
         warnings=(*warnings, *corpus.warnings, *_too_late(config, run)),
         sources=() if corpus.mixed is None else tuple(_sources(corpus.mixed, run)),
-        **{
-            key: fact
-            for known in features.offered("assembly", "known", solved)
-            for key, fact in known(solved, run).items()
-        },
+        **features.answers("assembly", "known", solved, solved, run),
     )
 
 
