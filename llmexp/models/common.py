@@ -57,10 +57,15 @@ class LanguageModel(nn.Module):
         """Return logits (b, t, v) of the next token."""
         return F.linear(self.hidden(tokens_bt), self.head_weight)
 
-    def parametrize(self, base_width: int | None, width: int) -> None:
-        """Take the multipliers of another parametrization, before `begin`. Raises ConfigError.
+    def parametrize(self, kind: str, base_width: int | None, width: int) -> None:
+        """Take the multipliers of a parametrization, before `begin`. Raises ConfigError."""
+        if kind != "standard":
+            self._take_multipliers(base_width, width)
 
-        mup (Yang et al. 2022, arXiv 2203.03466, table 8) is that of the package mup: with m =
+    def _take_multipliers(self, base_width: int | None, width: int) -> None:
+        """Take those of mup (Yang et al. 2022, arXiv 2203.03466, table 8) as the package mup.
+
+        With m =
         width / base_width matrices of the blocks begin with a variance over m, logits are over m,
         and those of attention are 8 q k / head width. Rates: `llmexp.optim.groups.by_width`.
         """

@@ -91,8 +91,7 @@ class GPT2(LanguageModel):
                 for _ in range(n_layers)
             )
             self.final_norm = LayerNorm(d_model)
-        if parametrization != "standard":
-            self.parametrize(base_width, d_model)
+        self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 
     @property

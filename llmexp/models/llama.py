@@ -295,8 +295,7 @@ class Llama(LanguageModel):
                 scored = router, norm_topk, router_bias, router_z_loss
                 routing = Routing(n_experts, *sent, *scored, balance, balance_rate, balance_loss)
                 put_experts(self.blocks, routing, parametrization)
-        if parametrization != "standard":
-            self.parametrize(base_width, d_model)
+        self.parametrize(parametrization, base_width, d_model)
         self.begin(device)
 
     @property
