@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
@@ -31,9 +30,6 @@ from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import Setup
-
-# in the state of a checkpoint
-OF_ALL_RUNS = ("progress", "meter", "scaler", "optimizers", "buffers")
 
 
 def log_line(text: str) -> None:
@@ -170,17 +166,19 @@ def start_loop(
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, warn)
     setup = set_up(parts, joined, fresh=loaded is None)
-    progress, meter, carried = Progress(), Meter(joined.device, 0), dict[str, Any]()
+    progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
         progress, meter = restore(parts, setup, loaded, forked)
-        if not forked:
-            taken = {*OF_ALL_RUNS, *(feature.name for feature in setup.features)}
-            carried = {name: loaded.state[name] for name in loaded.state.keys() - taken}
         source = loaded.path if forked else loaded.path.name
         console.line(
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
             f"{parts.run.max_steps:,}"
         )
+        held = loaded.state.keys() | loaded.tensors.keys()
+        for feature in () if forked else setup.features:
+            if feature.name not in held and (feature.state_dict() or feature.tensors()):
+                text = "begins anew: it was off when the checkpoint was saved"
+                console.line(f"{feature.name} {text}")
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
     removals = look_back(path, progress.step) if main else []
@@ -198,7 +196,6 @@ def start_loop(
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=loaded.kept if loaded and not forked else [],
-        carried=carried,
     )
     for feature in setup.features:
         feature.begin(loop)

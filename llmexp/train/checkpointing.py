@@ -51,7 +51,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
     geometry = {name: getattr(run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
-    state = loop.carried | {
+    state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},
         "scaler": setup.scaler.state_dict(),

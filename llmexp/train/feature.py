@@ -137,7 +137,9 @@ class Feature:
     # In a checkpoint.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, of which those of rank 0 are kept; {}: it has no state."""
+        """Return plain values, of which those of rank 0 are kept; {}: it has no state.
+
+        A checkpoint of a run without the feature has none: the feature then begins anew."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:

@@ -78,8 +78,6 @@ class Loop:
     saved_at: float = dataclasses.field(default_factory=time.monotonic)
     warned_of_data: bool = False  # that a data file was replaced
     row_is_due: bool = False  # after the step that is under way
-    # of features that are off: what a checkpoint has of them, for the next ones
-    carried: dict[str, Any] = dataclasses.field(default_factory=dict)
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property

@@ -39,16 +39,20 @@ def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
     assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
 
 
-def test_its_state_is_carried_along_while_it_is_off(runs, tmp_path):
+def test_it_begins_anew_where_it_was_off(runs, tmp_path):
+    whole = runs(*RUN, COSINE)
     cut = runs.copy(tmp_path / "cut", *RUN, COSINE, step=3)
-    for hooks, stop, code in (("hooks=[]", "4", 75), (COSINE, "null", 0)):
-        change = [hooks, f"train.stop_step={stop}", "--allow", "own"]
-        resumed = llmexp("resume", "cut", *change, cwd=tmp_path)
+    for hooks, every, stop, code in (("hooks=[]", "null", "4", 75), (COSINE, "1", "null", 0)):
+        change = [hooks, f"metrics.noise_scale_every={every}", f"train.stop_step={stop}"]
+        resumed = llmexp("resume", "cut", *change, "--allow", "own", cwd=tmp_path)
         assert resumed.code == code, resumed.err
+        says = "noise begins anew: it was off when the checkpoint was saved" in resumed.out
+        assert says is (every != "null"), resumed.out
     states = [torch.load(cut.checkpoint(n) / "state.pt", weights_only=True) for n in (3, 4, 5)]
-    before, off, on = (state["own_cosine"] for state in states)
-    assert before == off != on
-    assert [row["step"] for row in cut.rows() if "mine/cosine" in row] == [2, 3, 5, 6]
+    assert ["own_cosine" in state for state in states] == [True, False, True]
+    rows = zip(whole.rows(), cut.rows(), strict=True)
+    found = {b["step"]: a["mine/cosine"] - b["mine/cosine"] for a, b in rows if "mine/cosine" in b}
+    assert found == {2: 0.0, 3: 0.0, 6: 0.0}  # 5 has no update before it
 
 
 def test_its_name_may_be_that_of_another_part_of_a_checkpoint(runs, tmp_path):
