@@ -14,6 +14,7 @@ from llmexp.forecast.planned import Planned
 from llmexp.forecast.section import build_plan
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.points import load_points, split_duplicates
+from llmexp.system.workers import warm
 
 if TYPE_CHECKING:
     from llmexp.sweep.planning import PlannedSweep
@@ -37,6 +38,7 @@ def plan(
             from llmexp.sweep.main import section_of
 
             knobs, where = section_of(cfg)
+            here = str(cfg.hydra.launcher["_target_"]).endswith(".LocalLauncher")
             if knobs.search.trials is not None:
                 text = "a search chooses its points while it runs; only a grid can be planned"
                 raise refuse(
@@ -60,5 +62,6 @@ def plan(
     if multirun:
         from llmexp.sweep.planning import plan_points
 
-        return plan_points(points, [*refused, *same], knobs, seeds, plan_of, line.words)
+        with warm(here and knobs.warm):  # as its runs will start
+            return plan_points(points, [*refused, *same], knobs, seeds, plan_of, line.words)
     return plan_of(config, str(wanted))

@@ -16,7 +16,6 @@ from llmexp.config.knobs import SEED, is_record
 from llmexp.config.labels import plural
 from llmexp.config.values import override_value, pasteable
 from llmexp.folders import ledger
-from llmexp.forecast.duration import START_S
 from llmexp.run.budget import BUDGETS
 from llmexp.system.text import columns, duration, in_lines
 
@@ -180,8 +179,8 @@ class Known:
     def beside_s(self) -> float:
         """Return the seconds of a run beside its steps: its start, evaluations, saves and end.
 
-        It is START_S until the run began, and what its status.json has beyond its training (the
-        median; of a run that went on, status.json has the last part alone).
+        It is what its status.json has beyond its training: the median; of a run that went on,
+        status.json has the last part alone. 0 where no run tells it.
         """
         beyond = []
         for r in self.runs:
@@ -189,7 +188,7 @@ class Known:
             steps = r.figures.get("train_time")
             if begin is not None and end is not None and steps is not None:
                 beyond.append(end - begin - steps)
-        return START_S + median([s for s in beyond if s >= 0] or [0.0])
+        return median([s for s in beyond if s >= 0] or [0.0])
 
     def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the overrides that all runs share, less those that are changed."""

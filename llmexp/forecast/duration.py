@@ -23,11 +23,13 @@ START_S = 10.0  # of a process until it trains, where that was not measured: imp
 class Times:
     """Seconds that the parts of a run take, each once.
 
-    `first_s`: what the first steps take beyond others; `timed_steps` 0: nothing was measured.
+    `import_s`: of a process of which the runs of a sweep are forks, once for all; `first_s`: what
+    the first steps take beyond others; `timed_steps` 0: nothing was measured.
     """
 
     step_s: float
     timed_steps: int = 0
+    import_s: float = 0.0
     start_s: float = 0.0
     first_s: float = 0.0
     row_s: float = 0.0

@@ -53,6 +53,8 @@ def _describe(config: Config, path: Path, whole: bool = False) -> None:
 def measured(config: Config, whole: bool = False, disk: Path | None = None) -> dict[str, Any]:
     """Return what the run's steps took, with the seconds of its start and its end.
 
+    Those of its start as a fork are without the template's, which are `import_s`.
+
     Of the `whole` run return what comes between them too (`modes.calibration`). `disk`: a folder on
     the one that checkpoints are saved to. Raises Died.
     """
@@ -60,8 +62,9 @@ def measured(config: Config, whole: bool = False, disk: Path | None = None) -> d
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
         _describe(config, path, whole)
-        started = time.time()
+        asked = time.time()
         process = start_worker(str(path), log=path / ERRORS)
+        started = time.time()
         first_to_go_without_memory(process.pid)
         try:
             code = process.wait()
@@ -75,7 +78,7 @@ def measured(config: Config, whole: bool = False, disk: Path | None = None) -> d
             why = rundir.read_status(path).get("error") or printed
             raise Died(str(why) or how_it_died(code, stopped=False))
         found: dict[str, Any] = fileio.read_json(path / rundir.FOUND)
-    found["start_s"] = found.pop("began") - started
+    found["import_s"], found["start_s"] = started - asked, found.pop("began") - started
     found["end_s"] = ended - found.pop("ended")
     return found
 

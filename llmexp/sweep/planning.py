@@ -189,7 +189,7 @@ def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
     needs = [knobs.devices_of(one.run.world_size, one.gpus_here) for one in planned]
     slots = knobs.at_once(devices, needs)
     # the points are checked by a process that starts as each of them does
-    check_s = max(cost.times.start_s for cost in costs)
+    check_s = max(cost.times.import_s + cost.times.start_s for cost in costs)
     found["slots"] = slots
     found["duration_s"] = check_s + over_slots((cost.duration_s for cost in costs), slots)
     hours = [cost.gpu_hours for cost in costs if cost.gpu_hours is not None]

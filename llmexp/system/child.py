@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from subprocess import Popen
 
+BEGAN = "LLMEXP_BEGAN"  # seconds since 1970, in a worker and its ranks: when it was started
 TEMPLATE = "template:"  # begins the argument of a worker that becomes others; its socket follows
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
 # one request reaches a rank several times: from Slurm, by srun, by the process that started it

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
 
 from llmexp.system import child
 
 if __name__ == "__main__":
+    os.environ.setdefault(child.BEGAN, str(time.time()))
     # Before torch is imported, so that a signal or a dead parent ends the process at once.
     child.die_with_parent()
     child.never_fail_to_print()

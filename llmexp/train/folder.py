@@ -26,7 +26,7 @@ from llmexp.folders.steps import STEPS_BIN
 from llmexp.run import Parent
 from llmexp.run.budget import EXTENDING
 from llmexp.system import fileio
-from llmexp.system.child import REFUSED
+from llmexp.system.child import BEGAN, REFUSED
 from llmexp.system.redact import as_recorded, concealed
 from llmexp.train.assembly.assemble import Parts
 
@@ -219,7 +219,7 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
     rundir.write_status(
         path,
         state,
-        started=time.time(),
+        started=float(os.environ.get(BEGAN) or time.time()),
         pid=os.getpid(),
         host=socket.gethostname(),
         **rundir.NO_END,

@@ -111,8 +111,7 @@ def test_what_is_proposed(tmp_path, monkeypatch, words, row):
     if "losses" in row:  # runs of 400 steps
         assert step.runs == row.get("cost", 0)
         assert step.tokens == step.runs * 400 * 8 * 128
-        # 10 s until a process trains, where nothing was measured
-        assert (step.hours or 0) == pytest.approx(step.runs * (400 * 0.5 + 10) / 3600)
+        assert (step.hours or 0) == pytest.approx(step.runs * 400 * 0.5 / 3600)
     words("compare/next", step.why, row["case"])
 
 
@@ -121,11 +120,11 @@ def test_what_runs_take_beside_their_steps_counts_and_is_said(tmp_path):
     losses, more = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.0}, {"wobble": 0.03}
     began = {"started": 1.8e9, "ended": 1.8e9 + 400 * 0.5 + 25}
     step = step_of(planted(tmp_path / "s", losses, status=began, **more))
-    assert step.beside_s == pytest.approx(35)
-    assert step.hours == pytest.approx(step.runs * (400 * 0.5 + 35) / 3600)
-    assert "35s for the start" in str(step)
+    assert step.beside_s == pytest.approx(25)
+    assert step.hours == pytest.approx(step.runs * (400 * 0.5 + 25) / 3600)
+    assert "25s for the start" in str(step)
     again = {"started": 1.8e9, "ended": 1.8e9 + 60}
-    assert step_of(planted(tmp_path / "t", losses, status=again, **more)).beside_s == 10
+    assert step_of(planted(tmp_path / "t", losses, status=again, **more)).beside_s == 0
 
 
 def test_what_is_left_or_failed_once_goes_first(tmp_path):

@@ -131,7 +131,9 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     whole = 70 * one["step_s"] + one["start_s"] + one["first_s"] + one["end_s"] + parts
     assert one["duration_s"] == pytest.approx(whole)
     assert one["tokens_per_sec"] == pytest.approx(2 * 12 / one["step_s"])
-    assert found["total"]["duration_s"] == pytest.approx(2 * whole + one["start_s"])
+    assert found["total"]["duration_s"] == pytest.approx(
+        2 * whole + one["import_s"] + one["start_s"]
+    )
     assert found["total"]["slots"] == 1
     assert not list(tmp_path.glob("llmexp-steps-*"))
     assert run(["plan", "--measure", *TINY, *DATA, "plan.device=l4"]) == 2
