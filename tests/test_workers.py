@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -100,6 +101,20 @@ def test_a_template_that_was_killed_is_started_again():
     assert next(iter(workers._templates.values())) is not template
 
 
+def test_where_templates_end_again_and_again_the_reason_is_known(monkeypatch, tmp_path):
+    """A log that cannot be opened is no fault of theirs."""
+    with workers.warm():
+        with pytest.raises(IsADirectoryError):
+            workers.start_worker("0", log=tmp_path, module="own.facts", env=environment())
+        process = started("0")
+        assert (process.wait(), workers.why_fresh(process)) == (0, None)
+        monkeypatch.setattr(workers.Template, "fork", mock.Mock(side_effect=OSError("no room")))
+        for _ in range(2):
+            process = started("0")
+            assert (process.wait(), workers.why_fresh(process)) == (0, "no room")
+            assert "no room" in workers._templates.values()
+
+
 def test_nothing_is_left_of_two_hundred_forks():
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -143,12 +158,14 @@ with workers.warm():
 
 
 def test_other_environments_have_other_templates_and_at_last_fresh_processes():
-    kinds = []
+    kinds, whys = [], []
     for number in range(1, 5):
         process = started("0", env=environment(OMP_NUM_THREADS=str(number)))
         kinds.append(isinstance(process, workers.Forked))
+        whys += filter(None, [workers.why_fresh(process)])
         assert process.wait() == 0
         process.stdout.close()
     # with the template of this environment, where threads are one
     most = workers._MOST - len({os.environ["OMP_NUM_THREADS"]} - set("1234"))
     assert kinds == [True] * most + [False] * (4 - most)
+    assert whys == ["4 other environments have templates"] * (4 - most)

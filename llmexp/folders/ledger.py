@@ -41,6 +41,7 @@ TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep 
 # What is written of a point, and what is not written of a ledger.
 _KEPT = (
     "number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused", "forked",
+    "fresh",
 )  # fmt: skip
 NOT_KEPT = ("path", "since", "points", "looks")
 
@@ -64,6 +65,7 @@ class LedgerEntry:
     rung: float | None = None  # share of its steps after which successive halving left it out
     refused: str | None = None  # why it cannot run, in one line; it has no folder then
     forked: bool | None = None  # its process was a fork of one that had imported (sweep.warm)
+    fresh: str | None = None  # why it was none, in words
     # As `Ledger.look` found them in the run's folder; not written.
     state: str = "queued"
     started: float | None = None

@@ -15,7 +15,7 @@ from llmexp.sweep.current import Current, Submitted
 from llmexp.sweep.points import Point
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on
 from llmexp.system.fileio import last_line
-from llmexp.system.workers import Forked, start_worker
+from llmexp.system.workers import start_worker, why_fresh
 
 _LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log
@@ -56,7 +56,8 @@ class Local:
             self._free += devices
             self._current.ended(point.entry)
             return []
-        self._current.ledger.update(point.entry, forked=isinstance(process, Forked))
+        why = why_fresh(process)
+        self._current.ledger.update(point.entry, forked=why is None, fresh=why)
         return [Submitted(point, process, devices)]
 
     def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:

@@ -61,13 +61,13 @@ def need(asked: str) -> None:
         )
 
 
-def train_task(path: str, environment: dict[str, str], warm: bool) -> tuple[int, bool]:
+def train_task(path: str, environment: dict[str, str], cold: str) -> tuple[int, str | None]:
     """Train in a run folder, or go on there, as a task.
 
-    Return the exit code, and whether it was a fork: a process of Ray keeps its template for later
-    tasks. A task that is ended lets the run save.
+    Return the exit code, and why it was no fork: `cold`, or what the template says, which a process
+    of Ray keeps for later tasks. A task that is ended lets the run save.
     """
-    workers.stay_warm(warm)
+    workers.stay_warm(not cold)
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     rundir.wait_until_vacant(Path(path))  # this task was here before, and is still saving
     env = kept | environment
@@ -75,7 +75,7 @@ def train_task(path: str, environment: dict[str, str], warm: bool) -> tuple[int,
     try:
         while (code := child.poll()) is None:  # not wait(), which Ray's interrupt does not end
             time.sleep(0.2)
-        return code, isinstance(child, workers.Forked)
+        return code, cold or workers.why_fresh(child)
     except BaseException:  # cancelled: Ray raises in here
         child.send_signal(signal.SIGTERM)
         child.wait()
@@ -122,8 +122,9 @@ class Ray:
         cpus, gpus = needs(point.facts, self._knobs)
         room = {"num_cpus": cpus, "num_gpus": gpus, "name": point.path.name}
         task = self._ray.remote(train_task).options(**room)
-        warm = self._current.knobs.warm and not gpus  # a process with GPUs gets one task alone
-        handle = task.remote(str(point.path.absolute()), self._environment, warm)
+        cold = "" if self._current.knobs.warm else "sweep.warm=false"
+        cold = cold or ("a process of Ray that has GPUs gets one task" if gpus else "")
+        handle = task.remote(str(point.path.absolute()), self._environment, cold)
         return [Submitted(point, handle)]
 
     def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
@@ -135,8 +136,8 @@ class Ray:
                 job.ended_at = min(job.ended_at, time.monotonic())
                 if rundir.is_vacant(path, job.ended_at):  # else it saves
                     stopped = self._current.stopped
-                    forked = _finish(self._ray, job.handle, path, stopped=stopped)
-                    self._current.ledger.update(job.point.entry, forked=forked)
+                    how = _finish(self._ray, job.handle, path, stopped=stopped)
+                    self._current.ledger.update(job.point.entry, **how)
                     ended.append(job)
             elif not job.seen and rundir.read_status(path).get("state") == "running":
                 job.seen = True
@@ -180,14 +181,15 @@ def needs(facts: PointFacts, knobs: Knobs) -> tuple[float, float]:
     return cpus, gpus if knobs.gpus_per_run is None else knobs.gpus_per_run
 
 
-def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> bool | None:
-    """Record how a task ended, where its run could not itself; return whether it was a fork."""
-    code, cause, forked = FAILED, "", None
+def _finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> dict[str, Any]:
+    """Record how a task ended, where its run could not itself; return how it started."""
+    code, cause, how = FAILED, "", dict[str, Any]()
     try:
-        code, forked = ray.get(handle)
+        code, why = ray.get(handle)
+        how = {"forked": why is None, "fresh": why}
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
     except ray.exceptions.RayError as error:
         cause, stopped = f"Ray: {' '.join(str(error).split())[:200]}", False
     record_left(path, code, cause, stopped=stopped)
-    return forked
+    return how

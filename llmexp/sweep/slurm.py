@@ -223,7 +223,9 @@ class Slurm:
                 fileio.write_json(point.path / JOB, {"job_id": job})
                 submitted.append(Submitted(point, job))
         for point in waiting:
-            ledger.update(point.entry, attempts=point.entry.attempts + 1)
+            attempts = point.entry.attempts + 1
+            alone = {"forked": False, "fresh": "a job of Slurm has one run"}
+            ledger.update(point.entry, attempts=attempts, **alone)
         count = plural(len(submitted), "job")
         self._say(f"{count} submitted; what their processes print is in {where}")
         waiting.clear()

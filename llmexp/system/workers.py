@@ -45,7 +45,8 @@ _ANSWER_S = 300.0  # for a fork, also from a template that still imports on a bu
 _SUBREAPER = 36  # of prctl(2)
 _ONE = threading.Lock()  # for one fork at a time
 
-_templates: dict[str, Template | None] | None = None  # by environment; None: all start afresh
+# By environment: a template, or why there is none. None: all start afresh.
+_templates: dict[str, Template | str] | None = None
 
 
 class Forked(subprocess.Popen[Any]):
@@ -164,7 +165,7 @@ def warm(wanted: bool = True, at_once: bool = False) -> Iterator[None]:
         yield
     finally:
         for kind, template in (_templates or {}).items():
-            if template is not None and template is not (before or {}).get(kind):
+            if isinstance(template, Template) and template is not (before or {}).get(kind):
                 template.end()
         _templates = before
 
@@ -181,22 +182,32 @@ def start_worker(
 ) -> subprocess.Popen[Any]:
     """Start `python -m llmexp.train ARGUMENT` in a process group of its own, as `child.start` does.
 
-    It is a fork where `warm` says so and a template for its environment can be had. So can be
-    another `module`, which imports torch too, and takes one argument.
+    It is a fork where `warm` says so and a template for its environment can be had, else
+    `why_fresh` knows why not. So can be another `module`, which imports torch too, and takes one
+    argument.
     """
+    why = "sweep.warm=false" if FORKS else "only Linux has forks of a template"
+    env = dict(more.get("env") or os.environ)
+    for _ in range(0 if _templates is None else 2):  # a template may have been killed
+        try:
+            if isinstance(found := _template(env), str):
+                why = found
+                break
+            fork = functools.partial(Forked, found)
+            return child.start(module, argument, log=log, popen=fork, **more)
+        except OSError as error:  # such as no memory to fork
+            why = str(error)
+            _end_template(env)
+    process = child.start(module, argument, log=log, **more)
     if _templates is not None:
-        env = dict(more.get("env") or os.environ)
-        # no memory to fork, or the template was killed twice
-        with contextlib.suppress(OSError):
-            for again in (True, False):
-                try:
-                    fork = functools.partial(Forked, _template(env))
-                    return child.start(module, argument, log=log, popen=fork, **more)
-                except OSError:
-                    _end_template(env, again)
-                    if not again:
-                        raise
-    return child.start(module, argument, log=log, **more)
+        _templates.setdefault(_kind(env), why)
+    vars(process)["why_fresh"] = why
+    return process
+
+
+def why_fresh(process: subprocess.Popen[Any]) -> str | None:
+    """Return why a worker was started afresh; None of a fork."""
+    return vars(process).get("why_fresh")
 
 
 def _kind(env: dict[str, str]) -> str:
@@ -204,24 +215,19 @@ def _kind(env: dict[str, str]) -> str:
     return json.dumps(early, sort_keys=True)
 
 
-def _template(env: dict[str, str]) -> Template:
-    """Return the template of an environment. Raises OSError where there can be none."""
+def _template(env: dict[str, str]) -> Template | str:
+    """Return the template of an environment, or why there is none. Raises OSError."""
     assert _templates is not None
     kind = _kind(env)
     if kind not in _templates and len(_templates) < _MOST:
         _templates[kind] = Template({k: v for k, v in env.items() if k != "RANK"})  # it has none
-    if (found := _templates.get(kind)) is None:
-        raise OSError("there is no template for this environment")
-    return found
+    return _templates.get(kind, f"{_MOST} other environments have templates")
 
 
-def _end_template(env: dict[str, str], again: bool) -> None:
-    """End the template of an environment; unless it may be started `again`, none follows."""
+def _end_template(env: dict[str, str]) -> None:
     assert _templates is not None
-    if ended := _templates.pop(kind := _kind(env), None):
+    if isinstance(ended := _templates.pop(_kind(env), None), Template):
         ended.end()
-        if not again:
-            _templates[kind] = None
 
 
 @contextlib.contextmanager

@@ -30,13 +30,14 @@ def test_points_are_bit_for_bit_those_of_processes_of_their_own(tmp_path, points
         assert done.code == 0, done.err + done.out
     assert (tmp_path / "template").exists()
     for entry in read_ledger(tmp_path / "true").points:
-        assert (entry.forked, entry.attempts) == (True, 1)
+        assert (entry.forked, entry.fresh, entry.attempts) == (True, None, 1)
         forked, fresh = (Result(0, "", "", tmp_path / w / entry.folder) for w in ("true", "false"))
         assert len(exact(forked)) == 4
         assert exact(forked) == exact(fresh)
         assert steps(forked.folder) == steps(fresh.folder)
         same_state(*(run.folder / "checkpoints" / "step_00000004" for run in (forked, fresh)))
-    assert {entry.forked for entry in read_ledger(tmp_path / "false").points} == {False}
+    points = read_ledger(tmp_path / "false").points
+    assert {(entry.forked, entry.fresh) for entry in points} == {(False, "sweep.warm=false")}
 
 
 @pytest.mark.slow
