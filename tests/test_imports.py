@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -86,11 +87,12 @@ def test_a_plain_run_imports_what_it_asks_for(tmp_path, monkeypatch):
     result = llmexp(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PATHS}")
     assert result.code == 0, result.err
     rooms = ("hf", "tracker", "tasks", "compare", "sweep", "verify", "scaling", "evaluate")
-    parts = ("run.shape", "mesh.sharding", "mesh.sequence", "update.groups", "update.trying")
-    parts += tuple(f"update.optimizers.{name}" for name in ("library", "lion", "muon", "sgd"))
+    parts = ("run.shape", "mesh.sharding", "mesh.sequence", "optim.groups", "optim.trying")
+    parts += tuple(f"optim.optimizers.{name}" for name in ("library", "lion", "muon", "sgd"))
     parts += tuple(f"models.{name}" for name in ("hf", "llama", "offload", "recompute", "rows"))
     few = tuple(f"llmexp.{name}" for name in (*(f"{room}." for room in rooms), *parts))
     few += ("torch._dynamo", "torch._inductor")
+    assert all(importlib.util.find_spec(name.rstrip(".")) for name in few)
     for process in ("command", "worker"):
         found = (tmp_path / f"{process}.modules").read_text().split()
         assert "llmexp.config.sections" in found
