@@ -118,7 +118,7 @@ class Tracker:
     notes: str | None = knob("free text; null: $WANDB_NOTES", "first try")
     mode: str = choice(
         "how to send; auto: $WANDB_MODE, else online when a login is there (WANDB_API_KEY or "
-        "netrc), else offline",
+        "netrc), else only by llmexp sync",
         "auto | online | offline",
         acts=where("tracker.kind", "wandb"),
         default="auto",

@@ -22,9 +22,9 @@ from llmexp.config.commands import command
 from llmexp.folders import rundir
 from llmexp.folders.rows import LINEAGE
 from llmexp.system.text import one_line
-from llmexp.tracker.fields import Fields, given_run_id, run_fields
+from llmexp.tracker.fields import Fields, given_run_id, owe, run_fields
 from llmexp.tracker.stores import STORES, End, Store
-from llmexp.tracker.wandb import Wandb
+from llmexp.tracker.wandb import Wandb, may_have_login
 
 INTERVAL_S = 1.0  # between two looks at metrics.jsonl
 # Files with further figures of steps, and what is sent of a line.
@@ -213,5 +213,10 @@ def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], N
             if unused:
                 say(f"wandb: {unused}")
             named = replace(fields, run_id=run_id)
+            nobody_asked = settings.mode == "auto" and not os.environ.get("WANDB_MODE")
+            if nobody_asked and not may_have_login():  # it need not even be imported
+                with contextlib.suppress(OSError):  # `llmexp sync` finds the run all the same
+                    owe(run_dir, run_id)
+                continue
         found.append(Mirror(kind, settings, run_dir, named, say))
     return Trackers(found)

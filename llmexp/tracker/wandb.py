@@ -299,11 +299,21 @@ def mark_run(api: Any, path: str, marks: dict[str, Any]) -> None:
 
 def has_login(settings: Any) -> bool:
     """Return whether wandb would find credentials for its server without asking for them."""
+    return bool(settings.api_key) or _knows(settings.base_url)
+
+
+def may_have_login() -> bool:
+    """Return the same without importing wandb; also where it has files of settings, as it may."""
+    folders = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"), Path("wandb")
+    known = any((folder.expanduser() / "settings").exists() for folder in folders)
+    return known or _knows(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+
+
+def _knows(server: str) -> bool:
     variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    if settings.api_key or any(os.environ.get(name) for name in variables):
-        return True
     passwords = netrc_passwords()
-    return urlsplit(settings.base_url).netloc in passwords or "default" in passwords
+    known = urlsplit(server).netloc in passwords or "default" in passwords
+    return known or any(os.environ.get(name) for name in variables)
 
 
 def check_login(what: str = "nothing could be uploaded") -> None:

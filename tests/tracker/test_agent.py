@@ -118,3 +118,15 @@ def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
     (run,) = (tmp_path / "outputs" / "default").iterdir()
     assert {"config.yaml", "metrics.jsonl"} < {path.name for path in run.iterdir()}
     assert not {"wandb", "tracker.json", ".wandb-temporary"} & {path.name for path in run.iterdir()}
+
+
+def test_without_a_login_wandb_is_not_started_and_sync_sends_it_later(tmp_path: Path) -> None:
+    nobody = {"WANDB_MODE": "", "HOME": str(tmp_path), "NETRC": ""}
+    done = llmexp("train", *QUICK, "hydra.run.dir=run", cwd=tmp_path, **nobody)
+    assert done.code == 0, done.err
+    assert "llmexp sync run\n" in done.out
+    assert not {"wandb", ".wandb-temporary"} & {path.name for path in (tmp_path / "run").iterdir()}
+    with FakeWandb() as server:
+        later = llmexp("sync", "run", cwd=tmp_path, **login_to(server, tmp_path))
+    assert later.code == 0, later.err
+    assert len(server.run.rows) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from llmexp.tracker.fields import (
     upload_is_pending,
     write_position,
 )
-from llmexp.tracker.wandb import has_login
+from llmexp.tracker.wandb import has_login, may_have_login
 from tests.tools import composed, option
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -71,8 +72,9 @@ def test_a_position_is_kept_and_owed_again_by_the_same_run_id(tmp_path: Path) ->
     ],
 )
 def test_where_a_login_is_found(tmp_path, monkeypatch, env, netrc, settings_key, expected) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("WANDB_") or n == "NETRC"]:
+        monkeypatch.delenv(name)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -80,6 +82,11 @@ def test_where_a_login_is_found(tmp_path, monkeypatch, env, netrc, settings_key,
         (tmp_path / ".netrc").write_text(netrc)
     settings = SimpleNamespace(base_url="https://api.wandb.ai", api_key=settings_key)
     assert has_login(settings) is expected
+    assert may_have_login() is (expected and settings_key is None)
+    own = tmp_path / ".config" / "wandb" / "settings"
+    own.parent.mkdir(parents=True)
+    own.write_text("[default]\n")
+    assert may_have_login()  # it may name a key, or another server
 
 
 def test_both_configs_have_what_a_later_upload_uses() -> None:
