@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ import torch
 
 from llmexp.system import hardware
 from llmexp.system.devices import device_named
+from tests import forks
 from tests.conftest import HANG_S, PATHS, TINY, Result, environment, llmexp, train
 from tests.tiny import there
 from tests.tools import exact
@@ -198,12 +197,8 @@ def test_the_run_can_be_repeated_from_its_folder_alone(runs, tmp_path):
     for name in ("metrics.jsonl", "status.json"):
         (again.folder / name).unlink()
     shutil.rmtree(again.folder / "checkpoints")
-    done = subprocess.run(
-        [sys.executable, "-m", "llmexp.train", "run"], cwd=tmp_path,
-        env=environment(PYTHONPATH=PATHS),
-        capture_output=True, text=True, timeout=HANG_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    env = environment(PYTHONPATH=PATHS)
+    assert forks.start("llmexp.train", "run", cwd=tmp_path, env=env).wait(HANG_S) == 0
     assert exact(again) == exact(first)
 
 
