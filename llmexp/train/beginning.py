@@ -177,7 +177,7 @@ def start_loop(
         held = loaded.state.keys() | loaded.tensors.keys()
         for feature in () if forked else setup.features:
             if feature.name not in held and (feature.state_dict() or feature.tensors()):
-                text = "begins anew: it was off when the checkpoint was saved"
+                text = "starts over: it was off when the checkpoint was saved"
                 console.line(f"{feature.name} {text}")
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None

@@ -39,14 +39,14 @@ def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
     assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
 
 
-def test_it_begins_anew_where_it_was_off(runs, tmp_path):
+def test_it_starts_over_where_it_was_off(runs, tmp_path):
     whole = runs(*RUN, COSINE)
     cut = runs.copy(tmp_path / "cut", *RUN, COSINE, step=3)
     for hooks, every, stop, code in (("hooks=[]", "null", "4", 75), (COSINE, "1", "null", 0)):
         change = [hooks, f"metrics.noise_scale_every={every}", f"train.stop_step={stop}"]
         resumed = llmexp("resume", "cut", *change, "--allow", "own", cwd=tmp_path)
         assert resumed.code == code, resumed.err
-        says = "noise begins anew: it was off when the checkpoint was saved" in resumed.out
+        says = "noise starts over: it was off when the checkpoint was saved" in resumed.out
         assert says is (every != "null"), resumed.out
     states = [torch.load(cut.checkpoint(n) / "state.pt", weights_only=True) for n in (3, 4, 5)]
     assert ["own_cosine" in state for state in states] == [True, False, True]
