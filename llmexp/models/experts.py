@@ -241,12 +241,13 @@ def sent(
     gate_mf, up_mf = (x_nd.new_empty(m, gate_efd.shape[1]) for _ in range(2))
     weighted_md = weights_nk.new_empty(m, x_nd.shape[1])
     for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
-        x = x_nd[tokens_m[rows]]
+        x = x_nd.index_select(0, tokens_m[rows])
         gate = product(x, gate_efd[expert].mT, out=gate_mf[rows])
         up = product(x, up_efd[expert].mT, out=up_mf[rows])
         y = product(F.silu(gate).mul_(up), down_edf[expert].mT, out=x)
-        weighted_md.index_copy_(0, order_m[rows], y * weights_m1[rows])
-    return weighted_md.view(-1, k, x_nd.shape[1]).sum(1).to(x_nd.dtype), gate_mf, up_mf
+        torch.mul(y, weights_m1[rows], out=weighted_md[rows])
+    places_m = _inverse(order_m)
+    return _summed(weighted_md, places_m, k).to(x_nd.dtype), gate_mf, up_mf
 
 
 @torch.library.custom_op("llmexp::sent_backward", mutates_args=())
@@ -268,7 +269,7 @@ def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     of_gate, of_up, of_down = map(torch.empty_like, (gate_efd, up_efd, down_edf))
     of_x_md, of_weights_m = x_nd.new_empty(m, x_nd.shape[1]), weights_nk.new_empty(m)
     for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
-        x, gradient = x_nd[tokens_m[rows]], gradient_nd[tokens_m[rows]]
+        x, gradient = (t.index_select(0, tokens_m[rows]) for t in (x_nd, gradient_nd))
         gate, up, weight = gate_mf[rows], up_mf[rows], weights_m1[rows]
         silu = F.silu(gate)
         h, of_h = silu * up, product(gradient, down_edf[expert], out=torch.empty_like(gate))
@@ -279,12 +280,21 @@ def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
         of_up_rows = of_h.mul_(silu)
         product(of_gate_rows.mT, x, out=of_gate[expert])
         product(of_up_rows.mT, x, out=of_up[expert])
-        of_x = product(of_gate_rows, gate_efd[expert], out=gradient)
+        of_x = product(of_gate_rows, gate_efd[expert], out=of_x_md[rows])
         of_x.add_(product(of_up_rows, up_efd[expert], out=x))
-        of_x_md.index_copy_(0, order_m[rows], of_x)
-    of_x_nd = of_x_md.view(-1, k, x_nd.shape[1]).sum(1)
-    of_weights_m = torch.empty_like(of_weights_m).index_copy_(0, order_m, of_weights_m)
-    return of_x_nd, of_weights_m.view_as(weights_nk), of_gate, of_up, of_down
+    places_m = _inverse(order_m)
+    of_weights_nk = of_weights_m[places_m].view_as(weights_nk)
+    return _summed(of_x_md, places_m, k), of_weights_nk, of_gate, of_up, of_down
+
+
+def _inverse(order_m: Tensor) -> Tensor:
+    """Return where each place of a token has gone."""
+    return torch.empty_like(order_m).index_copy_(0, order_m, torch.arange(len(order_m), device=order_m.device))
+
+
+def _summed(of_md: Tensor, places_m: Tensor, k: int) -> Tensor:
+    """Return the sum over the k places of each token."""
+    return F.embedding_bag(places_m.view(-1, k), of_md, mode="sum")
 
 
 @sent.register_fake
