@@ -30,6 +30,8 @@ def adopt(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
                 _take_sizes(model, cfg)
         if (model.get("size") or model.get("depth")) is not None:
             beside = _beside(cfg, ONE_NUMBER, saved)
+            if beside and "model.d_expert" not in beside:
+                _leave_experts_open(model)
             model |= {
                 k: None for k in SHAPE if beside and k in model and f"model.{k}" not in beside
             }
@@ -65,20 +67,27 @@ def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def _follow_width(model: dict[str, Any], cfg: DictConfig) -> None:
-    """Keep the ratio of the MLP to the width of the model where another width alone is given."""
+    """Keep the ratio of MLP and experts to the width of the model where that alone is given."""
     typed = typed_in(cfg)
     if not any("d_model" in word or "experiment" in word for word in typed):
         return
-    if "model.d_ff" in map(key_of, typed):
-        return
-    width: Any = None
-    beside: Any = None  # the width where that of the MLP is listed
-    for layer in layers(cfg):
-        width = layer.values.get("model.d_model", width)
-        beside = width if "model.d_ff" in layer.values else beside
-    inner = model.get("d_ff")
-    if width != beside and all(type(n) is int and n > 0 for n in (inner, beside, width)):
-        model["d_ff"] = round(inner / beside * width)
+    for name in {"d_ff", "d_expert"}.difference(key_of(t).removeprefix("model.") for t in typed):
+        width: Any = None
+        beside: Any = None  # the width where the one inside is listed
+        for layer in layers(cfg):
+            width = layer.values.get("model.d_model", width)
+            beside = width if f"model.{name}" in layer.values else beside
+        inner = model.get(name)
+        if width != beside and all(type(n) is int and n > 0 for n in (inner, beside, width)):
+            model[name] = round(inner / beside * width)
+
+
+def _leave_experts_open(model: dict[str, Any]) -> None:
+    """Leave the width of experts to the rule of the shape, at the ratio of the option."""
+    width, expert, rule = (model.get(k) for k in ("d_model", "d_expert", "shape_rule"))
+    if type(width) is type(expert) is int and width > 0 and isinstance(rule or {}, dict):
+        model["shape_rule"] = {"expert_factor": expert / width, **(rule or {})}
+        model["d_expert"] = None
 
 
 def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:

@@ -35,6 +35,9 @@ class ShapeRule:
     queries_per_kv: int = count(
         "query heads for each key/value head, as far as the heads divide by it", 1, default=1
     )
+    expert_factor: float | None = optional(
+        "width of an expert over that of the model; null: as the MLP", 0.5, above=0
+    )
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,7 @@ def rehearse(
     than two are taken, because each further one holds what the second does.
     """
     place = "cuda" if device is not None and torch.cuda.is_available() else "cpu"
-    config = dataclasses.replace(parts.config, parallelism=cut.parallelism)
-    config = with_knobs(config, train={"compile": False})
+    config = with_knobs(parts.config, train={"compile": False})
     counting = Counting(place)
     gc.collect()
     with contextlib.ExitStack() as stack:
@@ -101,7 +100,8 @@ def rehearse(
         stack.enter_context(modes)
         made = dataclasses.replace(
             parts,
-            config=config,
+            config=dataclasses.replace(config, parallelism=cut.parallelism),
+            run=dataclasses.replace(parts.run, micro_batch_size=cut.micro),
             precision=precision,
             hooks=[],  # of a user's: they may look at values, or write files
             build_model=lambda: without_memory(parts, modes, fake, counting),

@@ -212,6 +212,9 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     covered = {name for rule in source.rules for name in rule.ours}
     lacking = {name for name in own.keys() - covered if not name.endswith(STARTS_AT_0)}
     wrong = sorted(lacking | (covered - own.keys()))
+    if any(name.endswith(STARTS_AT_0) for name in wrong):
+        text = "needs model.balance=bias: a bias decides which of its experts tokens are sent to"
+        raise ConfigError("wrong_weights", text)
     wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
     if wrong:
         raise ConfigError("wrong_weights", f"has other tensors; differing: {first_of(wrong, 8)}")

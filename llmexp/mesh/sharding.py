@@ -158,8 +158,10 @@ def shard_parameters(
                 policy, param_dtype=gather_dtype, reduce_dtype=torch.float32
             )
             # Norms, routers: autocast computes with their fp32 values. Hooks would cut a
-            # compiled graph.
-            if rest and not compiled:
+            # compiled graph, which only routers are worth.
+            if compiled:
+                rest = [m for m in rest if isinstance(m, Weights)]
+            if rest:
                 fully_shard(rest, mesh=mesh.sharding, reshard_after_forward=not keep)
         fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep, mp_policy=policy)
     # The root holds embedding, norm and head: everything is called through it.

@@ -123,8 +123,9 @@ def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
 def share_buffers(mesh: Mesh, model: nn.Module) -> None:
     """Give all ranks the buffers of rank 0, of any type; all call together.
 
-    So ranks begin each step and each evaluation with the same ones. Models of ours have none. One
-    that is of another shape on some rank, or not there, is a cache (`looking`), and stays.
+    So ranks begin each step and each evaluation with the same ones. Those of models of ours are
+    the same anyway. One that is of another shape on some rank, or not there, is a cache
+    (`looking`), and stays.
     """
     if mesh.distributed and not is_shipped(model):
         _share_each(mesh, model)

@@ -264,6 +264,11 @@ class Weights(nn.Module):
         return self.weight.numel() // self.weight.shape[0] * self.active
 
 
+def held_in_rows(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of `Weights`, whose last dimension is a matrix's row."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, Weights)}
+
+
 def idle_parameters(model: nn.Module) -> int:
     """Return the parameters that a token leaves out: of the experts that it is not sent to."""
     stacked = [m for m in model.modules() if isinstance(m, Weights)]

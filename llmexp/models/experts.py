@@ -9,6 +9,7 @@ a token is sent to, m places (n x k), d model width, f width of an expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from llmexp.config.values import refuse
 from llmexp.models.common import Weights
 from llmexp.models.operands import autocast_dtype
+from llmexp.models.planned import bodies, has_values, kind_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ def put_experts(blocks: nn.ModuleList, routing: Routing, parametrization: str) -
     if routing.per_token > most:
         text = f"there are model.n_experts={most}"
         raise refuse("out_of_range", "model.experts_per_token", routing.per_token, text, most)
+    if routing.per_token == 1 and routing.norm_topk:
+        text = "with model.experts_per_token=1 each weight is divided by itself: no router learns"
+        raise refuse("conflict", "model.norm_topk", True, text, False)
     if parametrization != "standard":
         text = "how rates of routers and experts follow the width is not known for mup"
         raise refuse("unsupported", "model.parametrization", parametrization, text, "standard")
@@ -76,8 +82,10 @@ class Router(Weights):
         super().__init__(routing.n_experts, d_model)
         self.routing = routing
         self.bias = nn.Parameter(torch.empty(routing.n_experts)) if routing.bias else None
-        moves = routing.balance == "bias"
-        self.register_buffer("balance_bias", torch.empty(routing.n_experts) if moves else None)
+        if routing.balance == "bias":
+            self.register_buffer("balance_bias", torch.empty(routing.n_experts))
+        else:
+            self.balance_bias = None
 
     def forward(self, x_btd: Tensor) -> tuple[Tensor, ...]:
         """Return logits, scores, and of each token its experts and what theirs are weighted by."""
@@ -105,7 +113,7 @@ class Experts(nn.Module):
     Shazeer et al. 2017; experts that all tokens pass: Dai et al. 2024 (arXiv 2401.06066).
     """
 
-    added_losses: list[Tensor] | None = None  # takes those of each sequence (b,), from SummedLoss
+    added_losses: list[Tensor] | None = None  # takes those of each sequence (b,), for SummedLoss
     look: Callable[..., None] | None = None  # sees what is routed in training
     # where ranks have a part of each expert's width: for tokens and weights, and for the sum
     over_width: tuple[Callable[..., tuple[Tensor, ...]], Callable[[Tensor], Tensor]] | None = None
@@ -196,17 +204,21 @@ class _Sent(torch.autograd.Function):
 Product = Callable[..., Tensor]  # of two operands, written to `out`
 
 
-def _parts(like: Tensor, gate_efd: Tensor, ends_e: Tensor) -> Iterator[tuple[slice, Any, Product]]:
+def _parts(
+    like: Tensor, gate_efd: Tensor, ends_e: Tensor, m: int
+) -> Iterator[tuple[slice, Any, Product]]:
     """Yield sorted rows, the experts that they go to, and the product of both.
 
     These are all at once where `in_one_kernel` says so. Else they are one expert after the other:
-    what is made for it stays in the cache of a CPU.
+    what is made for it stays in the cache of a CPU. A plan takes experts as evenly loaded.
     """
     if in_one_kernel(like, gate_efd):
         yield slice(None), slice(None), lambda a, b, out: out.copy_(F.grouped_mm(a, b, offs=ends_e))
         return
-    start, product = 0, _rounded if like.dtype.itemsize == 2 and not like.is_cuda else torch.mm
-    for expert, end in enumerate(ends_e.tolist()):
+    on_cpu, e = kind_of(like.device) == "cpu", len(gate_efd)
+    start, product = 0, _rounded if like.dtype.itemsize == 2 and on_cpu else torch.mm
+    ends = ends_e.tolist() if has_values() else [m * one // e for one in range(1, e + 1)]
+    for expert, end in enumerate(ends):
         yield slice(start, end), expert, product
         start = end
 
@@ -214,15 +226,22 @@ def _parts(like: Tensor, gate_efd: Tensor, ends_e: Tensor) -> Iterator[tuple[sli
 def in_one_kernel(like: Tensor, gate_efd: Tensor) -> bool:
     """Return whether torch's grouped products take all experts: bf16 in rows of 16 bytes."""
     aligned = not any(size % 8 for size in gate_efd.shape[1:])
-    return like.is_cuda and like.dtype == torch.bfloat16 and aligned
+    return kind_of(like.device) == "cuda" and like.dtype == torch.bfloat16 and aligned
 
 
 def _rounded(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Return a product in 16 bits: oneDNN would compile it again for each number of rows."""
+    """Multiply in fp32 and round: oneDNN compiles a product in 16 bits for each number of rows."""
     return out.copy_(a.float() @ b.float())
 
 
+def _counted(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Let plans of memory see what an operation does."""
+    bodies[f"llmexp::{body.__name__}"] = body
+    return body
+
+
 @torch.library.custom_op("llmexp::sent", mutates_args=())
+@_counted
 def sent(
     x_nd: Tensor,
     weights_nk: Tensor,
@@ -240,7 +259,7 @@ def sent(
     tokens_m, weights_m1 = order_m // k, weights_nk.flatten()[order_m, None]
     gate_mf, up_mf = (x_nd.new_empty(m, gate_efd.shape[1]) for _ in range(2))
     weighted_md = weights_nk.new_empty(m, x_nd.shape[1])
-    for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
+    for rows, expert, product in _parts(x_nd, gate_efd, ends_e, m):
         x = x_nd.index_select(0, tokens_m[rows])
         gate = product(x, gate_efd[expert].mT, out=gate_mf[rows])
         up = product(x, up_efd[expert].mT, out=up_mf[rows])
@@ -251,6 +270,7 @@ def sent(
 
 
 @torch.library.custom_op("llmexp::sent_backward", mutates_args=())
+@_counted
 def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     gradient_nd: Tensor,
     x_nd: Tensor,
@@ -268,7 +288,7 @@ def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     tokens_m, weights_m1 = order_m // k, weights_nk.flatten()[order_m, None].to(x_nd.dtype)
     of_gate, of_up, of_down = map(torch.empty_like, (gate_efd, up_efd, down_edf))
     of_x_md, of_weights_m = x_nd.new_empty(m, x_nd.shape[1]), weights_nk.new_empty(m)
-    for rows, expert, product in _parts(x_nd, gate_efd, ends_e):
+    for rows, expert, product in _parts(x_nd, gate_efd, ends_e, m):
         x, gradient = (t.index_select(0, tokens_m[rows]) for t in (x_nd, gradient_nd))
         gate, up, weight = gate_mf[rows], up_mf[rows], weights_m1[rows]
         silu = F.silu(gate)
@@ -289,7 +309,9 @@ def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
 
 def _inverse(order_m: Tensor) -> Tensor:
     """Return where each place of a token has gone."""
-    return torch.empty_like(order_m).index_copy_(0, order_m, torch.arange(len(order_m), device=order_m.device))
+    return torch.empty_like(order_m).index_copy_(
+        0, order_m, torch.arange(len(order_m), device=order_m.device)
+    )
 
 
 def _summed(of_md: Tensor, places_m: Tensor, k: int) -> Tensor:
@@ -306,3 +328,13 @@ def _(x_nd: Tensor, weights_nk: Tensor, gate_efd: Tensor, *more: Tensor) -> tupl
 @sent_backward.register_fake
 def _(gradient_nd: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, given[:5]))
+
+
+@register_flop_formula(torch.ops.llmexp.sent)
+def _(x_nd: Any, *given: Any, out_shape: Any) -> int:
+    return 6 * x_nd[1] * math.prod(out_shape[1])
+
+
+@register_flop_formula(torch.ops.llmexp.sent_backward)
+def _(gradient_nd: Any, *given: Any, out_shape: Any) -> int:
+    return 12 * gradient_nd[1] * math.prod(given[-1])

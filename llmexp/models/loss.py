@@ -88,7 +88,7 @@ def looking(model: nn.Module) -> Iterator[None]:
 
 
 def is_shipped(model: Any) -> bool:
-    """Return whether all code of a model is ours: no buffers, each parameter in each pass."""
+    """Return whether all code of a model is ours: on all ranks it does the same in each pass."""
     return bool(getattr(model, "is_ours", lambda: False)())
 
 
@@ -267,10 +267,10 @@ class SummedLoss(nn.Module):
 
     def _with_added(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the loss, with those that modules add in its gradient alone."""
-        losses = list[Tensor]()
-        for module in self._losing:
-            module.added_losses = losses
+        for module in self._losing:  # a list of its own: blocks share one compiled graph
+            module.added_losses = []
         nll = self._nll(tokens_bt, targets_bt)
+        losses = [loss for module in self._losing for loss in module.added_losses]
         for module in self._losing:  # what the backward pass computes again adds nothing
             module.added_losses = None
         if not losses:

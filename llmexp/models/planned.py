@@ -6,16 +6,24 @@ It is the tensor's own device, or the one that a plan is made for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+# what operations of our own do, by their names: who counts memory looks inside
+bodies: dict[str, Callable[..., Any]] = {}
 _planned: list[tuple[str, float]] = []
 
 
 def kind_of(device: torch.device) -> str:
     """Return `cpu`, `cuda`, ...: what decides how something is computed."""
     return _planned[-1][0] if _planned else device.type
+
+
+def has_values() -> bool:
+    """Return whether tensors hold values: not while a plan is made."""
+    return not _planned
 
 
 def memory_of(device: torch.device) -> float:

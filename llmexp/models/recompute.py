@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmexp.models.loss import blocks_of
 
-# `selective` keeps products, and attention without dropout, which cost most to compute again. All
-# else is a matter of memory.
+# `selective` keeps products, and attention without dropout, which cost most to compute again; so
+# do the operations of our own. All else is a matter of memory.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -111,7 +111,7 @@ def _copies(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return whether `selective` keeps what an operation makes."""
-    kept = op in _KEPT and not _drops(op, *args, **kwargs)
+    kept = (op in _KEPT or op.namespace == "llmexp") and not _drops(op, *args, **kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

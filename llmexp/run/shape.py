@@ -40,7 +40,8 @@ def solve_shape(
     rule = rule or ShapeRule()
     if rule.mlp_factor is None:
         rule = dataclasses.replace(rule, mlp_factor=mlp_factor)
-    section = section | {"shape_rule": dataclasses.asdict(rule)}
+    by = {k: v for k, v in dataclasses.asdict(rule).items() if v is not None}
+    section = section | {"shape_rule": by}
     given = {name: section[name] for name in SHAPE_KEYS if section.get(name) is not None}
     words = f"{key}={value}"
     if depth is None:
@@ -50,11 +51,11 @@ def solve_shape(
     by_rule, found = _shaped(section, {}, depth, rule), _shaped(section, given, depth, rule)
     sizes = [
         f"{k} {found[k]:,}" + f" ({by_rule[k]:,} by the rule)" * (found[k] != by_rule[k])
-        for k in SHAPE_KEYS
-        if k in section
+        for k in (*SHAPE_KEYS, "d_expert")
+        if found.get(k) is not None
     ]
-    by = ", ".join(f"{k} {v:.4g}" for k, v in section["shape_rule"].items())
-    return found, f"{words}; {', '.join(sizes)} (model.shape_rule: {by})"
+    rule_words = ", ".join(f"{k} {v:.4g}" for k, v in by.items())
+    return found, f"{words}; {', '.join(sizes)} (model.shape_rule: {rule_words})"
 
 
 def parameters_in(size: Any) -> int:
@@ -84,6 +85,8 @@ def _shaped(
         "n_kv_heads": heads // math.gcd(heads, rule.queries_per_kv),
         "d_ff": _rounded((rule.mlp_factor or 1) * width, rule.multiple),
     }
+    if rule.expert_factor is not None and section.get("d_expert") is None:
+        sizes["d_expert"] = _rounded(rule.expert_factor * width, rule.multiple)
     return section | {k: v for k, v in (sizes | dict(given)).items() if k in section}
 
 

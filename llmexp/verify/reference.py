@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmexp import features
 from llmexp.data.order import sequence_index
 from llmexp.data.sampler import Sampler
+from llmexp.models.common import held_in_rows
 from llmexp.optim import eval_weights
 from llmexp.optim.updating import set_rate
 from llmexp.train.assembly.assemble import Parts
@@ -44,7 +45,7 @@ class Clipping:
     """Clip window after window, and keep the norms that limits follow."""
 
     def __init__(self, clip: Any, model: nn.Module) -> None:
-        self.knobs = clip
+        self.knobs, self.in_rows = clip, held_in_rows(model)
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.head = getattr(model, "head_weight", None)
         self.before: list[float] = []  # norms of the windows before, and what they were clipped to

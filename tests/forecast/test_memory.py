@@ -37,6 +37,7 @@ SMALL = [
     "tokenizer=bytes",
 ]  # fmt: skip
 GPT, LLAMA = ["model=gpt_tiny"], ["model=llama_100m", "model.n_kv_heads=2"]
+MOE = ["model=moe_tiny", "model.experts_per_token=4", "model.d_expert=64"]
 LARGE = "model.vocab_size=4096"  # its loss is taken in chunks
 FULL = "parallelism.activation_checkpointing=full"
 
@@ -77,6 +78,8 @@ EIGHT, FOUR = "batch.micro_batch_size=8", "batch.micro_batch_size=4"
         [*LLAMA, FOUR, LARGE, "optimizer=muon", "train.ema=0.9"],
         pytest.param([*LLAMA, EIGHT, "precision=bf16"], marks=pytest.mark.slow),
         [*LLAMA, EIGHT, "precision=bf16", FULL],
+        [*MOE, EIGHT, "parallelism.activation_checkpointing=selective"],
+        pytest.param([*MOE, EIGHT, "precision=bf16"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -114,6 +117,12 @@ def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
     planned = json.loads(capfd.readouterr().out)["memory_bytes"]["peak"]
     # benchmarks/results/memory.md; the ballast would double the rows
     assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.1)
+
+
+def test_a_plan_for_another_micro_batch_has_its_rows():
+    """Where a feature keeps something for each."""
+    parts = parts_of(*GPT, EIGHT, "clip.qk_limit=100")
+    assert sum(rehearse(parts, dataclasses.replace(cut_of(parts), micro=4), "fp32", None).values())
 
 
 SLOW = pytest.mark.slow

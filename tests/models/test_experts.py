@@ -4,20 +4,30 @@ tokens, one token."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
+from llmexp import mesh
 from llmexp.config.values import ConfigError
+from llmexp.features.clip_adaptive.rule import Adaptive
+from llmexp.forecast.counting import Counting
+from llmexp.mesh import fake_group
+from llmexp.mesh.wrap import wrap
 from llmexp.models import experts
 from llmexp.models.common import idle_parameters, parameter_counts
 from llmexp.models.experts import Experts, Router
 from llmexp.models.llama import Llama
 from llmexp.models.loss import SummedLoss
-from llmexp.models.recompute import recompute_blocks
+from llmexp.models.planned import planned_for
+from llmexp.models.recompute import recompute_blocks, recomputed_share
+from llmexp.optim.optimizers.muon import muon
 from tests.models.mixture import loops_in, window_loss
 
 END = 7  # the last id of a document
@@ -36,10 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def mixture(**more: Any) -> Llama:
+def mixture(n_layers: int = 2, **more: Any) -> Llama:
     """Weights large enough that experts and tokens differ."""
     torch.manual_seed(3)
-    model = Llama(40, 12, 2, 4, 2, 16, 12, **{**SIZES, **more}).double()
+    model = Llama(40, 12, n_layers, 4, 2, 16, 12, **{**SIZES, **more}).double()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     for name, buffer in model.named_buffers():
@@ -154,7 +164,7 @@ def test_scores_that_underflow_divide_nothing() -> None:
 
 
 def test_experts_without_a_token_have_gradients_of_zero() -> None:
-    model = mixture(balance="bias", router="sigmoid", experts_per_token=1)
+    model = mixture(balance="bias", router="sigmoid", experts_per_token=1, norm_topk=False)
     for block in model.blocks:
         block.mlp.router.balance_bias.copy_(torch.tensor([0.0, 9, 0, 0, 0]))
     _, found = summed(model, *batch())
@@ -204,6 +214,7 @@ def test_parameters_of_a_token_are_counted() -> None:
     [
         ({"experts_per_token": 6}, "model.experts_per_token"),
         ({"first_dense_layers": 2}, "model.first_dense_layers"),
+        ({"experts_per_token": 1}, "model.norm_topk"),
         ({"biases": "all"}, "model.biases"),
         ({"parametrization": "mup", "base_width": 8}, "model.parametrization"),
     ],
@@ -259,6 +270,99 @@ def test_all_experts_at_once_are_one_after_the_other(
     for one, other in zip(*found, strict=True):
         limit = (2**-6 if dtype == torch.bfloat16 else 1e-5) * float(other.float().norm())
         assert (one.float() - other.float()).norm() <= limit
+
+
+def test_a_plan_sees_in_the_operations_what_they_take() -> None:
+    """In the forward pass the outputs of experts in fp32, before they are summed."""
+    counting = Counting("cpu")
+    with FakeTensorMode(), counting, planned_for("cpu", 0.0):
+        given = [torch.empty(size) for size in ((64, 32), (64, 2), (4, 16, 32), (4, 16, 32))]
+        given += [torch.empty(4, 32, 16), torch.zeros(128, dtype=torch.int64)]
+        given.append(torch.zeros(4, dtype=torch.int32))
+        counting.restart()
+        before = counting.total
+        experts.sent(*given)
+    outputs, of_gate_and_up = 128 * 32 * 4, 2 * 128 * 16 * 4
+    assert outputs + of_gate_and_up < counting.peak_total - before < 2 * (outputs + of_gate_and_up)
+
+
+def test_recomputation_is_counted_and_selective_keeps_the_products() -> None:
+    """As of a dense model whose MLP has as many parameters as two experts and the router, but for
+    its last product, which is not needed again; experts are one operation."""
+
+    def share(kind: str, d_ff: int, **more: Any) -> float:
+        return recomputed_share(lambda: Llama(40, 12, 2, 4, 2, 16, d_ff, **more), kind, 12)
+
+    experts_of_6, like = {"n_experts": 6, "d_expert": 6}, 2 * 6 + 2
+    last = 2 * 2 * like * 16 / Llama(40, 12, 2, 4, 2, 16, like).flops_per_token(12)
+    found = share("full", 12, **experts_of_6)
+    assert found == pytest.approx(share("full", like) + last, rel=1e-12)
+    assert share("selective", 12, **experts_of_6) == 0
+
+
+@pytest.mark.parametrize("more", [CASES["biased"], CASES["both losses"]])
+def test_compiled_blocks_share_one_graph_and_are_as_others(more: dict[str, Any]) -> None:
+    """Also where they are counted, and hand on losses of their own."""
+    (loss, want), graphs = summed(mixture(n_layers=3, **more), *batch()), CompileCounter()
+    model, seen = mixture(n_layers=3, **more), torch.zeros(3, 3)
+
+    def look(one: Any, share_bte: Tensor, load_be: Tensor, balance_b: Tensor, z_b: Tensor) -> None:
+        one.last.copy_(balance_b.detach())
+
+    for block, last in zip(model.blocks, seen, strict=True):
+        block.mlp.look, block.mlp.last = look, last
+        block.compile(backend=graphs, dynamic=False)
+    again, found = summed(model, *batch())
+    assert graphs.frame_count == 1
+    assert seen.all()
+    assert loss == pytest.approx(again, rel=1e-13)
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_sharded_routers_are_gathered_as_they_are_in_compiled_blocks_too() -> None:
+    """Beside matrices that are gathered in bf16."""
+    with fake_group.pretended(2):
+        loss = SummedLoss(mixture(balance="bias").float())
+        joined = mesh.join("cpu", "fsdp", 1, 2, 1)
+        wrap(joined, loss, activation_checkpointing="none", compiled=True,
+             gather_dtype=torch.bfloat16)  # fmt: skip
+        apart = {name for name, m in loss.model.named_modules() if isinstance(m, FSDPModule)}
+    assert apart == {f"blocks.{i}{part}" for i in range(2) for part in ("", ".mlp.router")}
+
+
+def test_muon_takes_the_matrix_of_each_expert() -> None:
+    """Its update is that of torch's Muon of the matrix by itself; routers have one matrix."""
+    model = mixture(balance="none").float()
+    stack, router = model.blocks[0].mlp.up_proj.weight, model.blocks[0].mlp.router.weight
+    found = muon(model, lr=0.1, weight_decay=0.0)
+    alone = [torch.nn.Parameter(one.clone()) for one in (*stack.detach(), router.detach())]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    for one, gradient in zip(alone, (*stack.grad, router.grad), strict=True):
+        one.grad = gradient.clone()
+    own = torch.optim.Muon(alone, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for optimizer in (*found, own):
+        optimizer.step()
+    for one, wanted in zip((*stack, router), alone, strict=True):
+        assert torch.equal(one, wanted)
+
+
+def test_units_of_adaptive_clipping_are_the_rows_of_each_expert() -> None:
+    model = mixture(balance="none")
+    stack = model.blocks[0].mlp.up_proj.weight
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * torch.rand((*p.shape[:-1], 1) if p.ndim > 1 else p.shape)
+    weights, gradient = stack.detach(), stack.grad.clone()
+    clip = SimpleNamespace(kind="adaptive", ratio=1.0)
+    gradients_of = [p.grad for p in model.parameters()]
+    Adaptive(clip, mesh.join("cpu", "single", 1, 1, 1), model, []).clip(
+        gradients_of, torch.ones(())
+    )
+    limits, norms = weights.norm(dim=-1, keepdim=True), gradient.norm(dim=-1, keepdim=True)
+    assert 0 < (norms > limits).sum() < norms.numel()
+    wanted = gradient * (limits / norms).clamp(max=1)
+    torch.testing.assert_close(stack.grad, wanted, rtol=1e-12, atol=0)
 
 
 def test_first_weights_are_those_of_other_matrices() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llmexp import mesh
+from llmexp.models.common import held_in_rows
 from llmexp.train.clipping import Clipped
 from llmexp.train.limiting import LimitingRule, as_figures, on_ladder
 
@@ -17,7 +18,7 @@ class Adaptive(LimitingRule):
 
     Adaptive gradient clipping, AGC, is by Brock et al. 2021 (arXiv 2102.06171). A unit is a row of
     a matrix, the inputs of one output, or a whole vector; weights of a norm below 1e-3 count as
-    that. The output head is left out, as its authors do.
+    that. Each expert has matrices of its own. The output head is left out, as its authors do.
     """
 
     def __init__(self, clip: Any, *more: Any) -> None:
@@ -25,13 +26,14 @@ class Adaptive(LimitingRule):
         self.units = {"units": clip.ratio}
         head = getattr(self.model, "head_weight", None)
         own = (p for p in self.model.parameters() if p.requires_grad and p is not head)
-        self._parameters = list(own)
+        self._parameters, self._rows = list(own), held_in_rows(self.model)
 
     def clip(self, gradients: list[Tensor], norm: Tensor) -> Clipped:
         ratio, weights = self.knobs.ratio, [p for p in self._parameters if p.grad is not None]
         own: list[Any] = [weight.grad for weight in weights]
+        rows = [id(weight) in self._rows for weight in weights]
         of_weights, of_gradients = (
-            [_unit_norms(v) for v in vs] for vs in ([w.detach() for w in weights], own)
+            list(map(_unit_norms, vs, rows)) for vs in ([w.detach() for w in weights], own)
         )
         # All units of this rank in one row: a device is asked for few operations.
         held = [mesh.local_part(norms) for norms in of_gradients]
@@ -50,10 +52,10 @@ class Adaptive(LimitingRule):
         return mesh.global_norm(self.mesh, gradients), clipped, None
 
 
-def _unit_norms(values: Tensor) -> Tensor:
+def _unit_norms(values: Tensor, in_rows: bool) -> Tensor:
     """Return the norm of each unit, in a shape that values can be multiplied with."""
     if values.ndim > 1:
-        dims = tuple(range(1, values.ndim))
+        dims = -1 if in_rows else tuple(range(1, values.ndim))
         return mesh.without_partials(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
     return mesh.without_partials(torch.linalg.vector_norm(values))
 

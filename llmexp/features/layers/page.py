@@ -24,7 +24,7 @@ def _read(where: Path) -> Layers | None:
     rows = list[tuple[float, dict[str, Any]]]()
     with contextlib.suppress(ConfigError, LookupError, TypeError):
         for row, _ in walk_rows(where / FILE):
-            line = {k: v for k, v in by_layer(row).items() if isinstance(v, list)}
+            line = {k: v for k, v in by_layer(row, np.nan).items() if isinstance(v, list)}
             rows.append((float(row["tokens_seen"]), line))
     keys = dict.fromkeys(key for _, line in rows for key in line)
     gap = [np.nan] * max((len(v) for _, line in rows for v in line.values()), default=0)

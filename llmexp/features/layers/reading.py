@@ -35,11 +35,12 @@ def read_layers(path: Path) -> Iterator[dict[str, Any]]:
             yield place | {"name": name} | _split(name) | _with_shares(figures, whole)
 
 
-def by_layer(row: dict[str, Any]) -> dict[str, Any]:
+def by_layer(row: dict[str, Any], lacking: float | None = None) -> dict[str, Any]:
     """Return the figures of a line of layers.jsonl: a list over the layers, or one of the model.
 
     A norm is that of all tensors of a layer, and the shares are of these. A figure that lacks a
-    value, as one that is not finite, is absent.
+    value, as one that is not finite or that not all layers have, is absent; where `lacking` is
+    given, it has that in the places of such layers.
     """
     named = {key: values for key, values in row.items() if isinstance(values, dict)}
     number = {name: _split(name)["layer"] for values in named.values() for name in values}
@@ -55,6 +56,8 @@ def by_layer(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items():
             if (layer := number[name]) is not None and layer < count:
                 layers[layer].append(value)
+        if lacking is not None and any(layers):
+            layers = [several or [lacking] for several in layers]
         for own, several in zip(figures, layers, strict=True):
             if all(layers):
                 own[key] = math.hypot(*several) if key in norms else several[0]

@@ -46,9 +46,8 @@ class Load(Feature):
         self._by_layer: dict[str, Tensor] = {}
         self._counting = False
         self._outcome: Outcome | None = None
-        for number, one in enumerate(self._experts):
-            one.look = self._keep
-            one.number = number
+        for one, last in zip(self._experts, self._last, strict=True):
+            one.look, one.last = self._keep, last
 
     @torch.no_grad()
     def _keep(
@@ -59,7 +58,7 @@ class Load(Feature):
         entropy_b = torch.special.entr(share_bte).sum(-1).mean(1)
         of_b = torch.stack((entropy_b, balance_b, z_b, torch.ones_like(z_b))).double()
         load_e = (load_be * counted_b1).sum(0).double()
-        self._last[one.number].copy_(torch.cat((load_e, of_b @ self._targets_b)))
+        one.last.copy_(torch.cat((load_e, of_b @ self._targets_b)))
 
     def backward_start(self, window: Window) -> None:
         self._counting = False

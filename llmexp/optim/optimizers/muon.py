@@ -14,7 +14,7 @@ from torch.optim._muon import _adjust_lr
 
 from llmexp import mesh
 from llmexp.config.values import choice, count, knob, refuse
-from llmexp.models.common import Weights
+from llmexp.models.common import held_in_rows
 from llmexp.optim.optimizers.adamw import adamw_of
 from llmexp.optim.optimizers.settings import Knobs
 from llmexp.optim.updating import trained
@@ -190,7 +190,7 @@ def muon(
     outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     outer.add(id(getattr(model, "head_weight", None)))
     parameters = trained(model)
-    stacked = {id(m.weight) for m in model.modules() if isinstance(m, Weights)}  # of experts
+    stacked = held_in_rows(model)  # of experts
     hidden = [p for p in parameters if (p.ndim == 2 and id(p) not in outer) or id(p) in stacked]
     taken = set(map(id, hidden))
     rest = [p for p in parameters if id(p) not in taken]

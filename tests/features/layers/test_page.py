@@ -51,6 +51,20 @@ def test_the_maps_are_the_figures(tmp_path):
         np.testing.assert_allclose(array(trace["z"]), np.array(list(ratios.values())).T, 1e-6)
 
 
+def test_a_figure_that_not_all_layers_have_is_at_the_layers_that_have_it(tmp_path):
+    """As of experts behind dense blocks."""
+    write_layers(tmp_path / "0", 3)
+    lines = [json.loads(one) for one in (tmp_path / "0" / "layers.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["moe/dead"] = {"blocks.1": line["step"], "blocks.2": 9.0}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "0" / "layers.jsonl").write_text(text)
+    figure = figures(whole_page(tmp_path))["layers"]
+    keys = [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]]
+    grid = array(menu(figure, 0)[keys.index("moe/dead")][0]["z"][0])
+    np.testing.assert_array_equal(grid, [[np.nan] * 3, [1, 2, 3], [9, 9, 9]])
+
+
 def test_no_more_than_some_steps_are_embedded(tmp_path):
     known = write_layers(tmp_path / "0", 1000)
     (trace,) = figures(whole_page(tmp_path))["layers"]["data"]
