@@ -80,7 +80,7 @@ LISTINGS = (
         (
             r"(data|train|validation|model|batch|budget|warm-up|FLOPs|device|precision|folder|start)  ",  # noqa: E501
             r"step +(50|300)/300",
-            r"(result|tokens_seen|final (train|val)/loss|picture|folder|next)  ",
+            r"(result|final|picture|folder|next)  ",
         ),
         (*SMALL, "train.eval_tokens=512"),
     ),

@@ -10,27 +10,34 @@ from contextlib import suppress
 USAGE = """\
 llmexp: language-model pretraining experiments
 
-  llmexp train [overrides]              train; with -m, every point of a sweep
-  llmexp plan [overrides]               check everything and print the banner of the run; -m: a row a point
-  llmexp explain KEY [overrides]        what a knob is, who set it, what it changes; also numbers and groups
-  llmexp prepare [overrides]            tokenise the data into the cache
-  llmexp tokenizer --vocab-size N data=...   train a tokenizer on the training documents
-  llmexp resume RUN_DIR                 go on with a run that was stopped
-  llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
-  llmexp evaluate RUN [data=...]        losses with standard errors, on its validation sets or other data; --tasks: accuracy
-  llmexp average RUN --last 5           the mean of the weights of several checkpoints
-  llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
-  llmexp compare PATH...                which setting is best, and is the difference real
-  llmexp next PATH...                   the one command that would tell most about runs, and its cost
-  llmexp fit PATH...                    scaling laws: the best size for a budget, and what a change saves at other scales
-  llmexp replay RUN@STEP                repeat a step bit by bit: its sequences and layers; was it the data or the state
-  llmexp runs [FOLDER ...]              list runs and sweeps, clear up
-  llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
-  llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, transfer, ...
+  llmexp train [KEY=VALUE ...]     Train one run.
+  llmexp train -m KEY=1,2,3        Train a sweep: every combination of values.
+  llmexp resume PATH               Continue a run or a sweep that was stopped.
+  llmexp compare PATH ...          Say which setting is best, and how surely.
+  llmexp next PATH ...             Print the command that would tell most.
 
-llmexp train --help lists the config groups and the most used knobs.
+Before a run
+  llmexp plan [KEY=VALUE ...]      Check a run or a sweep, and forecast it.
+  llmexp explain KEY               Say what a knob does, and who set it.
+  llmexp prepare [KEY=VALUE ...]   Tokenise the data into the cache.
+  llmexp tokenizer [KEY=VALUE ...] Train a tokenizer on the training documents.
+  llmexp verify PROOF              Prove on this machine what llmexp promises.
+
+With a trained model
+  llmexp sample RUN                Generate text.
+  llmexp evaluate RUN              Measure losses on other data, or score tasks.
+  llmexp average RUN               Average the weights of several checkpoints.
+  llmexp export RUN                Write the model for Hugging Face.
+  llmexp replay RUN@STEP           Repeat a step, and find what made it unusual.
+
+With many runs
+  llmexp runs [FOLDER ...]         List runs and sweeps, and remove checkpoints.
+  llmexp fit PATH ...              Fit scaling laws.
+  llmexp sync PATH ...             Upload runs and sweeps to wandb.
+
+`llmexp COMMAND --help` has more; `llmexp train --help` lists groups and knobs.
 Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
-"""  # noqa: E501
+"""
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def test_a_pattern_that_takes_nothing_is_refused_with_the_names():
         "token_embedding.weight, position_embedding.weight, blocks.*.attention_norm.weight" in text
     )
     assert len(text) < 700  # each name once, not for every block
-    with pytest.raises(ConfigError, match="the patterns before it take all that it matches"):
+    with pytest.raises(ConfigError, match="the patterns before it take everything that it matches"):
         first_matches(gpt2(), ["*", "*.mlp.*"], "optimizer.groups")
 
 

@@ -1,7 +1,8 @@
-"""The pages are plain English: short sentences, without words that only the authors use."""
+"""Pages and product speak plain English: short sentences, without words of the authors' own."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ WORDS = {
     r"some \d[\d,.]*": "about N",
     "hangs on": "depends on",
     "has no meaning here": "is not supported",
+    "sign of life": "output",
 }
 
 
@@ -53,4 +55,17 @@ def test_words_are_plain(page):
     if page.name == "CONTRIBUTING.md":
         text = text.partition("| not | but |")[0]  # whose examples are such words
     found = [f"{word}: {plain}" for word, plain in WORDS.items() if re.search(rf"\b{word}\b", text)]
+    assert not found
+
+
+def test_what_the_product_prints_is_plain():
+    """Texts in the code, without docstrings and single words, which are names."""
+    found = list[str]()
+    for path in sorted((ROOT / "llmexp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = ""  # a docstring
+            if isinstance(node, ast.Constant) and " " in (text := str(node.value)):
+                used = (word for word in WORDS if re.search(rf"\b{word}\b", text))
+                found += [f"{path}:{node.lineno}: {word}" for word in used]
     assert not found

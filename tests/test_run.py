@@ -248,7 +248,7 @@ def test_a_spent_budget_is_refused_with_one_that_leaves_a_fork_a_window(
         ({"max_flops": 59.0}, "train.max_flops=59.0: is less than one sequence of 10 tokens; for"),
         ({"max_steps": 3, "max_tokens": 5}, "train.max_steps=3, train.max_tokens=5: one budget"),
         ({"max_tokens": 9}, "train.max_tokens=9: is less than one sequence"),
-        ({"max_epochs": 0.1, "tail": "drop"}, "max_epochs=0.1: with train.tail=drop no window"),
+        ({"max_epochs": 0.1, "tail": "drop"}, "max_epochs=0.1: with train.tail=drop no step"),
         ({"max_flops": 5.0, "token_cost": NO_COST}, "max_flops=5.0: the model does not count"),
     ],
 )

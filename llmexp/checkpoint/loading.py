@@ -123,7 +123,7 @@ def newest_whole(
         raise CheckpointError(
             "damaged_file",
             f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over "
-            "them: put a whole copy of one in its place, or move this folder away to begin anew",
+            "them: put a whole copy of one in its place, or move this folder away to start again",
         )
     return None
 
@@ -146,7 +146,8 @@ def read_checkpoint(
     hashed: dict[Path, dict[str, Any]] = {}
     if bad := [name[:100] for name, _ in files if not FILE_NAME.fullmatch(name)]:
         raise CheckpointError(
-            "damaged_file", f"{path / MANIFEST} names {bad[0]!r}, which is no file of a checkpoint"
+            "damaged_file",
+            f"{path / MANIFEST} names {bad[0]!r}, which is not a file of a checkpoint",
         )
     if kinds is None:
         there = {re.split(r"[-.]", name)[0] for name, _ in files if name != STATE}

@@ -199,7 +199,7 @@ def refuse_of_folder(folder: Path, lm_eval: Sequence[str], weights: str) -> None
         text = f"lm-eval takes such a folder itself: {command} --tasks {','.join(lm_eval)}"
         raise ConfigError("unsupported", f"--lm-eval: {text}")
     if weights != "model":
-        text = f"--weights {weights}: {folder} is no run and holds one model"
+        text = f"--weights {weights}: {folder} is not a run and holds one model"
         raise ConfigError("unsupported", text)
 
 
@@ -254,7 +254,7 @@ def folder_config(
     """
     if not tasks and not any(o.startswith("data=") for o in overrides):
         raise ConfigError(
-            "missing_value", f"{folder}: is no run, so its data must be named; {EXAMPLE}"
+            "missing_value", f"{folder}: is not a run, so its data must be named; {EXAMPLE}"
         )
     text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
     refuse_sections(overrides, OF_FOLDER, f"{text}; for example batch.sequence_length=512")

@@ -55,7 +55,7 @@ CAN_END = (
 )  # fmt: skip
 # Sections that are no part of a run's own config, and what each says.
 OF_COMMANDS: dict[str, tuple[type, str]] = {
-    "sweep": (Sweep, "the points of a sweep are run"),
+    "sweep": (Sweep, "the runs of a sweep are trained"),
     "prepare": (Prepare, "llmexp prepare works"),
     "plan": (PlanKnobs, "llmexp plan works"),
 }

@@ -43,11 +43,11 @@ FOLDER = {
     "hydra.sweep.dir=DIR": "of a sweep; a run is a folder in it",
 }
 _EXAMPLES = """\
-llmexp train model=gpt_tiny data=text 'data.train_files=[book.txt]' train.max_epochs=2
+llmexp train data=text 'data.train_files=[book.txt]' train.max_epochs=2
 llmexp train batch.real_batch_size=32 batch.gradient_accumulation_steps=4
 llmexp train parallelism=ddp parallelism.nproc_per_node=2
 llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
-llmexp train experiment=shakespeare_nanogpt_cpu 'data.train_files=[tinyshakespeare.txt]'"""
+llmexp train experiment=shakespeare_fast 'data.train_files=[book.txt]'"""
 
 
 def _groups(extra: str | None) -> dict[str, str]:

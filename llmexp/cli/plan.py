@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from llmexp.cli.running import CommandLine, Screen
-from llmexp.compose import app, command_line
 from llmexp.config.values import refuse
 from llmexp.folders import rundir
 from llmexp.folders.ledger import is_sweep, read_ledger
@@ -17,6 +16,7 @@ from llmexp.sweep.points import load_points, split_duplicates
 from llmexp.system.workers import warm
 
 if TYPE_CHECKING:
+    from llmexp.forecast.planned import Planned
     from llmexp.sweep.planning import PlannedSweep
 
 
@@ -25,10 +25,16 @@ def plan(
     *,
     screen: Screen = False,
     measure: Annotated[
-        bool, "train a few steps in a folder that goes, and say how long the run takes"
+        bool, "train a few steps in a temporary folder, and say how long the run takes"
     ] = False,
 ) -> Planned | PlannedSweep:
     """Check everything and print the banner of the run, or a row a point (-m); start nothing."""
+    from llmexp.compose import app, command_line
+    from llmexp.folders.ledger import is_sweep, read_ledger
+    from llmexp.forecast.section import build_plan
+    from llmexp.sweep.composer import Composer
+    from llmexp.sweep.points import load_points, split_duplicates
+
     with app.composed(line) as (cfg, multirun):
         command_line.refuse_unused(line.overrides, multirun, "plan")
         chosen = build_plan(app.section(cfg, "plan"))
@@ -40,7 +46,7 @@ def plan(
             knobs, where = section_of(cfg)
             here = str(cfg.hydra.launcher["_target_"]).endswith(".LocalLauncher")
             if knobs.search.trials is not None:
-                text = "a search chooses its points while it runs; only a grid can be planned"
+                text = "a search chooses its trials while it runs; only a grid can be planned"
                 raise refuse(
                     "unsupported", "sweep.search.trials", knobs.search.trials, text, "null"
                 )
@@ -55,7 +61,7 @@ def plan(
             there = fixed and rundir.is_run(wanted)
             if there:
                 rundir.check_plain(wanted)
-            refuse_folder(wanted, there, config.checkpoint.resume)
+            rundir.refuse_folder(wanted, there, config.checkpoint.resume)
     from llmexp.forecast.planning import Planner
 
     plan_of = Planner(chosen, measure).planned

@@ -8,12 +8,10 @@ from typing import Any
 
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.cli.running import CommandLine
-from llmexp.compose import app
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.sections import Config
 from llmexp.config.values import ConfigError
 from llmexp.config.variables import fill
-from llmexp.sweep import ray
 from llmexp.system.text import aligned
 
 
@@ -65,9 +63,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def prepare(line: CommandLine = ()) -> Prepared | PreparedPart:
     """Tokenise the data into the cache, so that runs start at once."""
+    from llmexp.compose import app
+
     with app.composed(line, "prepare") as (cfg, _):
         settings, config = build_prepare(app.section(cfg, "prepare")), app.typed_config(cfg)
     if settings.on == "ray":
+        from llmexp.sweep import ray
+
         ray.need("prepare.on=ray")
     from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, with_vocabulary
 

@@ -18,7 +18,7 @@ UNPROVEN = "no step of these has a row, so nothing proves that they came out as 
 
 
 def replay(
-    run: Annotated[str, "RUN@STEP", "a run folder and the step to look into"],
+    run: Annotated[str, "RUN@STEP", "a run folder and the step to repeat"],
     *,
     from_: Annotated[
         int | None,

@@ -54,7 +54,7 @@ def _resume_other(path: Path, overrides: Sequence[str]) -> int:
             "damaged_file", f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}"
         )
     _, step = named_checkpoint(str(path))  # it says what is missing
-    way = f"a run goes on from its newest checkpoint; from step {step} a fork does"
+    way = f"resume uses the newest checkpoint; to start from step {step}, fork"
     raise ConfigError("unsupported", f"{path}: {way}: {forking(path, overrides)}")
 
 
@@ -84,11 +84,11 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):
-        raise ConfigError("unsupported", f"{own}: {path} is gone on with where it is; leave it out")
+        raise ConfigError("unsupported", f"{own}: a resumed run keeps its folder; leave this out")
     with contextlib.closing(worker.Worker()) as waiting:
         config = app.composed_over(path, overrides)
         if budget and all(getattr(config.train, name) is None for name in NO_BUDGET):
-            raise refuse("missing_value", min(budget), None, "is no budget to train on to", 600)
+            raise refuse("missing_value", min(budget), None, "is not a budget to train on to", 600)
         security.refuse_secrets(list(overrides), "the command line")
         for line in security.fill_tracker({"tracker": plain(config)["tracker"]}):
             child.say(line)

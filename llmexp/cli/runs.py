@@ -34,7 +34,7 @@ def runs(
     state: Annotated[str | None, choice("only those in this state", " | ".join(STATES))] = None,
     name: Annotated[str, "GLOB", "only those of such a name, such as '*max_norm_0.5*'"] = "*",
     remove_checkpoints: Annotated[bool, "of finished runs, all but the newest whole one"] = False,
-    yes: Annotated[bool, "do remove; else it is only listed what would be"] = False,
+    yes: Annotated[bool, "remove them; without it they are only listed"] = False,
 ) -> Listed | Removed:
     """List runs and sweeps; clear up."""
     if yes and not remove_checkpoints:
@@ -61,7 +61,7 @@ class Listed:
         if self.runs:
             _show(self.runs)
         else:
-            print("no run is like that")
+            print("no run matches these filters")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def sample(
         "ranks that share the model: parallelism=fsdp parallelism.nproc_per_node=4",
     ] = (),
     *,
-    prompt: Annotated[str, "TEXT", "to go on from (default: the start of a document)"] = "",
+    prompt: Annotated[str, "TEXT", "to continue (default: the start of a document)"] = "",
     tokens: Annotated[int, count("tokens to generate", 200)] = 200,
     temperature: Annotated[float, knob("0: always the likeliest token", 0.8, at_least=0)] = 0.8,
     top_k: Annotated[int, count("sample from so many, the likeliest tokens", 50)] = 50,

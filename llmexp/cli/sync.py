@@ -17,7 +17,7 @@ def sync(
     path: Annotated[str, "PATH", "run or sweep folders; globs in quotes work too"],
     *paths: Annotated[str, "PATH", "more of them"],
     dry_run: Annotated[bool, "say what would be sent; asks no server"] = False,
-    anew: Annotated[
+    new: Annotated[
         bool, "upload to new runs: the old ones were deleted, or differ from the records"
     ] = False,
     answer: Annotated[
@@ -29,7 +29,7 @@ def sync(
 
     What is there is not sent again.
     """
-    how = {"dry_run": dry_run, "anew": anew, "answer": answer}
+    how = {"dry_run": dry_run, "anew": new, "answer": answer}
     return uploading.sync([path, *paths], to, _answer_of, **how)
 
 

@@ -8,35 +8,29 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Annotated
 
 from llmexp.cli.running import CommandLine, Screen, as_json
-from llmexp.cli.worker import Worker
-from llmexp.compose.app import (
-    composed,
-    refuse_hosts,
-    run_folder,
-    typed_config,
-    visible,
-    where_options_are,
-)  # fmt: skip
-from llmexp.compose.command_line import refuse_unused
-from llmexp.compose.security import fill_tracker, refuse_secrets
 from llmexp.config.sections import Config, conf_dir, plain
 from llmexp.config.values import ConfigError, refuse
 from llmexp.folders import rundir
 from llmexp.system.child import say
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:
     """Print which of wandb's variables are set and not used.
 
     Raises ConfigError for one run's id in a sweep."""
+    from omegaconf import OmegaConf
+
+    from llmexp.compose.security import fill_tracker
+
     if points and cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
         text = (
-            "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "
+            "is the id of one run, and a sweep has several; unset it (wandb agent: "
             "its command has no -m)"
         )
         raise refuse("conflict", "WANDB_RUN_ID", run_id, text)
@@ -80,9 +74,14 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
 
     Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.
     """
+    from llmexp.cli.worker import Worker
+    from llmexp.compose import app
+    from llmexp.compose.command_line import refuse_unused
+    from llmexp.compose.security import refuse_secrets
+
     with contextlib.ExitStack() as stack:
         worker = None if args.multirun else stack.enter_context(contextlib.closing(Worker()))
-        with composed(args) as (cfg, multirun):
+        with app.composed(args) as (cfg, multirun):
             refuse_unused(args.overrides, multirun)
             if multirun:
                 if worker is not None:  # hydra.mode in a config asks for the sweep
@@ -93,13 +92,13 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
         refuse_secrets(args.overrides, "the command line")
         say_tracker(cfg)
         if not args.create_only:
-            refuse_hosts(config)
+            app.refuse_hosts(config)
         request = {
             "config": plain(config),
             "folder": str(wanted),
             "fixed": fixed,
-            "overrides": visible(args.overrides),
-            "place": where_options_are(args),
+            "overrides": app.visible(args.overrides),
+            "place": app.where_options_are(args),
             "queue": args.create_only,
         }
         assert worker is not None

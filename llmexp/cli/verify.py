@@ -58,7 +58,7 @@ def verify(
         raise ConfigError("unknown_option", f"verify {proof}: {text}")
     if proof == "data" and (steps is not None or shrink):
         flag = f"--steps {steps}" if steps is not None else "--shrink"
-        text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
+        text = "is not supported by verify data, which reads all data; llmexp verify data data=text"
         raise ConfigError("idle_knob", f"{flag}: {text}")
     with app.composed(line, "verify") as (cfg, multirun):
         command_line.refuse_unused(line.overrides, multirun)
@@ -124,7 +124,7 @@ def prove(proof: Proof) -> int:
             write_record(proof, None, [], words)
         raise ConfigError(kind_of_error(error, "cannot_verify"), words) from error
     except KeyboardInterrupt:
-        warn("stopped; nothing is proven")
+        warn("interrupted; no verdict")
         raise
 
 

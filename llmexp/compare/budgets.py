@@ -81,13 +81,13 @@ def warning(points: Sequence[Spent], again: Callable[..., str]) -> list[str]:
     if all(equal(p.tokens for p in group) for group in groups.values()):
         return [
             *unlike,
-            f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone "
-            "lowers a loss",
+            f"note: the budget is swept, from {low:,} to {high:,} tokens; longer runs "
+            "have lower losses anyway",
         ]
     causes = [f"{name}: {tokens:,}" for name, tokens in by_cause(points).items()]
     return [
-        f"warning: these points train on unequal numbers of tokens ({first_of(causes, 6)}).",
-        "Their final losses do not compare, and where tokens are equal their schedules are not.",
+        f"warning: these runs train on unequal numbers of tokens ({first_of(causes, 6)}).",
+        "Their final losses do not compare: at equal tokens their schedules differ.",
         "To compare them at equal tokens:",
         f"  {again(('train.max_tokens', common(points)))}",
         *unlike,
@@ -103,6 +103,6 @@ def _unlike_evaluations(points: Sequence[Spent]) -> list[str]:
     if len(between) < 2 or len({p.tokens // p.steps for p in points}) < 2:
         return []
     return [
-        f"note: these points are evaluated every {min(between):,} to {max(between):,} tokens; for "
+        f"note: these runs are evaluated every {min(between):,} to {max(between):,} tokens; for "
         f"evaluations at like tokens: train.eval_every_tokens={max(between)}"
     ]

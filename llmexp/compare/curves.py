@@ -26,8 +26,8 @@ LISTED = 50  # settings at most that the pointer lists; of more it tells the nea
 SMOOTHED = 0.05  # share of the rows whose mean a train loss is
 _OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
 _CAPTION = (
-    "Lines are train losses, each the mean over 5 % of the rows around it, with their rows pale "
-    "behind them; validation is dashed, a fork's parents thin and dotted. A band spans the seeds; "
+    "Lines are train losses, smoothed over 5 % of the rows, with the rows pale behind them; "
+    "validation is dashed, a fork's parents thin and dotted. A band spans the seeds; "
     "the line is their mean. Later losses are those from a tenth of the steps on. A click on a "
     "name hides its curves, a double click shows them alone."
 )

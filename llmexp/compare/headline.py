@@ -37,7 +37,7 @@ def headline(f: Result) -> str:
         told = [_knob(f, key) for key in f.screen.found]
         size = f"{plural(len(f.screen.knobs), 'knob')} in {plural(f.screen.runs, 'run')}"
         largest = _knob(f, next(iter(f.screen.knobs)))
-        return f"Effects of {size}: {'; '.join(told) or f'none is told, the largest is {largest}'}."
+        return f"Effects of {size}: {'; '.join(told) or f'none is sure; the largest: {largest}'}."
     best, *others = f.ranked
     if f.judged or f.target:
         lead = [best, *f.those(*SMALL)]
@@ -77,7 +77,7 @@ def _no_order(f: Result) -> str:
         return ""
     why, first = "the budgets differ", f.ranked[0]
     if equal(round(g[0].place.planned) for g in f.budgets if g[0].place):
-        why = f"at equal {f.align} the runs stand at other parts of their schedules"
+        why = f"at equal {f.align} their schedules are at different places"
         if f.own_ends:
             why = f"the runs were never all evaluated at equal {f.align}"
     own = f.align_at is None or f.key in ("final val/loss", "best val/loss")
@@ -130,7 +130,7 @@ def _rounding(f: Result) -> str:
     """Say what rounding makes of one computation, as far as it was measured."""
     runs = [r for s in f.ranked for r in s.taking_part]
     if f.floor is None:
-        return "each with another seed, so seeds and rounding both tell" * (len(f.ranked) > 1)
+        return "each with another seed, so seeds and rounding both count" * (len(f.ranked) > 1)
     if f.floor.size:
         return f"of which rounding makes {amount(f.floor.size)}"
     return "the same to the last bit" if same_steps(runs) else "though other losses differ"
@@ -149,7 +149,7 @@ def _apart(f: Result, other: Setting) -> str:
         halves = [half for s in (first, other) if (half := half_width(s, f.metric))]
         apart, half = abs(first.figures[f.key] - other.figures[f.key]), math.hypot(*halves)
         told = "" if apart > half else "not "
-        items = f", which the items do {told}tell apart, {amount(apart, half)} between them"
+        items = f", {told}significant over the items, {amount(apart, half)} between them"
         return f"then {other.label}, {alone(other, f.metric)}{items * (len(halves) > 1)}"
     if other.size is None:
         return f"then {other.label}, {_figure(f, other)}"
@@ -173,14 +173,14 @@ def _missing(f: Result, near: Setting | None) -> str:
         if not f.looks[-1].is_last:
             return before
     if near.capped:
-        return f"{before}; longer runs would tell"
+        return f"{before}; longer runs would decide"
     if not wanted:
-        return f"{before}; no affordable number of seeds would tell"
+        return f"{before}; no affordable number of seeds would decide"
     if near.verdict == Verdict.FEW_SEEDS:
-        how = "are the least that would tell" if f.floor else "would begin to tell"
+        how = "would decide at the earliest" if f.floor else "are the fewest that can decide"
         return f"{before}; {wanted} seeds each {how}"
     more = wanted - near.difference.seeds if near.difference else wanted
-    return f"{before}; {plural(more, 'more seed')} each would tell"
+    return f"{before}; {plural(more, 'more seed')} each would decide"
 
 
 def _knob(f: Result, key: str) -> str:

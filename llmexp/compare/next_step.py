@@ -110,7 +110,7 @@ def confirm_search(k: Known) -> Step | None:
         if not wanted:
             return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
-        why = f"{labels(ranked)} are not told apart."
+        why = f"{labels(ranked)} are undecided."
         return k.resumed("seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
@@ -121,7 +121,7 @@ def confirm_screen(k: Known) -> Step | None:
     """Confirm the largest effects of a screen, by all combinations of these keys over seeds."""
     s = k.f.screen
     if s is None:
-        left = Step("nothing", "a screen is judged once all of its runs are there.")
+        left = Step("nothing", "a screen is judged once all of its runs have finished.")
         return left if k.sweep and k.sweep.screen else None
     short = {key.lstrip("+"): key for key in k.keys}
     if not s.found or not set(s.knobs) <= short.keys():
@@ -137,7 +137,7 @@ def confirm_screen(k: Known) -> Step | None:
     why = f"{listed([k.name(key) for key in s.found])} matter by the screen; "
     if len(asked) < len(s.found):
         why += f"the {len(asked)} largest effects are asked for, "
-    why += "the others stand where they look better."
+    why += "the others keep the value that looks better."
     return k.costed("screen", why, words, runs)
 
 
@@ -210,7 +210,7 @@ def decide(k: Known) -> Step | None:
     if not k.f.those(Verdict.FEW_SEEDS):  # all computed the same
         return None
     runs, most = count * (FIRST_SEEDS - 1), count * (ALL_SEEDS - 1)
-    why = f"one seed each tells little; seeds are added until it is decided, {most} runs at most."
+    why = f"one seed each decides nothing; adds seeds until one leads, {most} runs at most."
     return k.resumed("decide", why, "sweep.decide=true", runs)
 
 
@@ -227,7 +227,7 @@ def seeds(k: Known) -> Step | None:
     if not near:
         return None
     chosen, count = (lead, *near), max(near.values())
-    why = f"{labels(chosen)} are not told apart; {plural(count, 'seed')} each should tell."
+    why = f"{labels(chosen)} are undecided; {plural(count, 'seed')} each should decide."
     if f.looks and k.sweep:  # which gives seeds to all that are not worse
         left = [r for r in f.ranked if r.verdict not in (Verdict.WORSE, Verdict.NEGLIGIBLE)]
         runs = sum(max(0, count - len(r.seeds)) for r in left)

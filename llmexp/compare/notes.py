@@ -35,10 +35,9 @@ from llmexp.run.budget import sized_by
 from llmexp.system.text import Note, amount, duration, first_of, listed, said
 
 _BATCH = {
-    "iso-batch": "only its cut into micro-batches, accumulation and ranks varies, so losses agree "
-    "but for rounding",
+    "iso-batch": "only the micro-batch layout varies, so losses agree but for rounding",
     "scaling": "so at equal tokens the runs took different numbers of steps",
-    "mixed": "and its cut into micro-batches varies too",
+    "mixed": "and the micro-batch layout varies, too",
 }
 _FACTS = {  # of run.json, said with their values where there are several
     "model": "Models",
@@ -72,7 +71,7 @@ def _notes(f: Result) -> Iterator[Note]:
         cost = f"{plural(len(runs), 'run')}, {tokens:,.0f} tokens, {duration(seconds)}"
         seeds = listed([str(len(look.seeds)) for look in f.looks], len(f.looks))
         yield (
-            "Looks",
+            "Interim analyses",
             f"{seeds} seeds each, {last.why}; {cost}; all settings with {last.most} seeds are "
             f"{last.most * len(settings)} runs",
         )
@@ -83,16 +82,16 @@ def _notes(f: Result) -> Iterator[Note]:
     several = [r.taking_part for r in f.ranked if len(r.seeds) > 1]
     trunks = [{run.parent.get("folder", "") for run in runs} for runs in several]
     if any(len(found) == 1 and "" not in found for found in trunks):
-        yield "Trunk", "the seeds go on from one, so what they show holds for it alone"
+        yield "Trunk", "all seeds fork from one run, so they speak for it alone"
     elif any(1 < len(found) < len(runs) for found, runs in zip(trunks, several, strict=True)):
-        yield "Trunks", "several seeds go on from one, so they spread less than trunks do"
+        yield "Trunks", "several seeds fork from one run, so they vary less than independent runs"
     if f.floor and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {amount(f.floor.size)}" if f.floor.size else "no difference"
         yield "Rounding", f"alone makes {size} ({f.floor.source})"
     far = [f"seed {seed} of {r.label} ({f.digits(r.seeds[seed])})" for r, seed in f.far]
-    yield "Far off what all other seeds tell", first_of(far)
+    yield "Outlying seeds", first_of(far)
     if f.multiplied:
-        yield "Seeds", "move some settings more than others, so intervals are wider"
+        yield "Seeds", "matter more at some settings than at others, so intervals are wider"
 
 
 def _beside(f: Result) -> Iterator[Note]:
@@ -153,10 +152,10 @@ def _of_budgets(f: Result) -> Iterator[Note]:
     if by := next(filter(None, (sized_by(r.config) for r in f.runs)), ""):
         yield "Tokens of each run", f"they follow from {by} and its model: read it at its own end"
     elif any(key.startswith(("train.max_", "fork.step")) for r in f.runs for key in r.swept):
-        yield "The budget was swept", "read each run at its own end, as points over tokens"
+        yield "The budget was swept", "read each run at its own end"
     else:
         budget = common([p.spent for p in places.values()])
-        yield "To settle it", f"the same with train.max_tokens={budget} for every point"
+        yield "To settle it", f"the same with train.max_tokens={budget} for every run"
 
 
 def _unknown(f: Result) -> str:
@@ -186,14 +185,12 @@ def _of_target(f: Result) -> str:
     if pairs:
         apart = f.digits(max(by - after for after, by in pairs))
         what = "steps" if f.target.key == "train/loss" else "evaluations"
-        parts.append(
-            f"placed by a straight line between {what} up to {apart} {UNITS[f.align]} apart"
-        )
+        parts.append(f"interpolated linearly between {what} up to {apart} {UNITS[f.align]} apart")
     if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
         cap = f"{f.digits(cap_of(f))} {UNITS[f.align]}"
         parts.append(
-            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); all "
-            f"that had not by {cap}, where the first of them ends, count as if they had there"
+            f"{len(never)} of {plural(len(runs), 'run')} never reached it ({listed(never)}); "
+            f"those that had not by {cap}, where the first of them ends, are censored there"
         )
     return "; ".join(parts)
 
@@ -217,7 +214,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
         if s.found:
             yield "To confirm them", "llmexp next proposes the sweep"
     elif f.runs and all(r.screen for r in f.runs):
-        yield "Screen", "it is judged once all of its runs are there, over the same seeds"
+        yield "Screen", "it is judged when all of its runs have finished, over the same seeds"
     trials = [r for r in f.runs if r.trial and f.key in r.figures and r.rung is None]
     if not trials or not f.ranked or f.target:  # which the search did not choose by
         return
@@ -227,7 +224,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
         yield (
             "Search",
             f"it chose {lead.label} by the lowest of {sum(r.trial for r in f.runs)} trials, {own}, "
-            f"low by chance too; with fresh seeds it has {figure_text(lead, f.metric)}",
+            f"which is low by chance too; with fresh seeds it has {figure_text(lead, f.metric)}",
         )
     keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
@@ -235,7 +232,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
         told = sorted((i for i in found if i.told), key=lambda i: -i.share)
         parts = [f"{names[i.key]} {i.share:.0%} ({i.low:.0%} to {i.high:.0%})" for i in told]
         untold = [names[key] for key in keys if key not in [i.key for i in told]]
-        parts += [f"of {' and '.join(untold)} it cannot be told"] * bool(untold)
+        parts += [f"of {' and '.join(untold)} it is not known"] * bool(untold)
         yield f"Share of the order of {len(trials)} trials that knobs explain", ", ".join(parts)
 
 
@@ -260,7 +257,7 @@ def _effect(f: Result, e: Effect) -> Note:
 def _why(f: Result) -> Iterator[Note]:
     """Yield what result and notes rest on."""
     if places := _places(f):
-        higher = "; a rate that has not decayed yet leaves a loss higher than it will be"
+        higher = "; where the rate has not decayed yet, losses will still fall"
         budgets = "; ".join(f"{name} {p.planned:,.0f}" for name, p in places.items())
         yield (
             f"{_unit(f).capitalize()} of the whole runs",
@@ -274,7 +271,7 @@ def _why(f: Result) -> Iterator[Note]:
         yield f"Batch ({f.batch})", f"real_batch_size {' to '.join(sizes)}; {_BATCH[f.batch]}"
     if any(r.difference for r in f.ranked):
         small = f"; a difference under {f.min_effect:g} does not matter" * bool(f.min_effect)
-        looks = " over all looks together" * bool(f.looks)
+        looks = " over all interim analyses" * bool(f.looks)
         of = f" of all {len(f.ranked)} settings" * (len(f.ranked) > 2)
         yield "Intervals", f"at 95 %{looks}, with the noise{of} over their seeds{small}"
     few = f.judged and Verdict.FEW_SEEDS in f.verdicts and not f.screen
@@ -282,8 +279,8 @@ def _why(f: Result) -> Iterator[Note]:
         example = "" if f.foreign else " (train.seed=1,2,3)"
         yield (
             "Few seeds",
-            "they show what these runs did, not what the settings do: rounding and the order of "
-            f"the data move a loss as well. Only more seeds{example} tell",
+            f"the order of the data and rounding move losses, too; more seeds{example} show how "
+            "much",
         )
     if f.floor:
         yield (
@@ -294,7 +291,7 @@ def _why(f: Result) -> Iterator[Note]:
     elif few and not f.foreign:
         yield (
             "Rounding",
-            "not measured; sweep.twins=1 trains the leading setting once more for that",
+            "not measured; sweep.twins=1 trains the leading setting once more to measure it",
         )
     yield from _halving(f)
     for key, name in _FACTS.items():
@@ -339,7 +336,7 @@ def _halving(f: Result) -> Iterator[Note]:
     if known and f.metric.better == "lower":
         theirs, ours, step, label = min(known)
         yield (
-            f"Val losses at step {step:,.0f}, where the last were left out",
-            f"{f.label_of(best)} {f.digits(ours)}, the best of these, {label}, {f.digits(theirs)}: "
-            "what was left out may be as good",
+            f"Val losses at the last rung, step {step:,.0f}",
+            f"{f.label_of(best)} {f.digits(ours)}, the best one left out ({label}) "
+            f"{f.digits(theirs)}, which might have caught up",
         )

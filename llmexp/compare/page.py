@@ -103,8 +103,8 @@ def _looks(c: Result) -> Section:
         cells = [Cell(str(text)) for text in (*texts, ", ".join(one.going), one.why)]
         rows.append(Row("transparent", str(i), cells))
     text = (
-        "The sweep decided by itself which settings got further seeds. Each look spends a part of "
-        "the 5 % of error; a setting that was shown to be worse gets no more seeds."
+        "Interim analyses decided which settings got further seeds. Each spends a part of "
+        "the 5 % of error; a setting that is worse gets no more seeds."
     )
     return Section(
         "looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True

@@ -249,9 +249,7 @@ def search_plot(c: Result) -> list[Plot]:
         "yaxis.title.text": text(c.metric.title),
         "xaxis.title.text": "trial" + ", then fresh seeds" * (len(runs) > trials),
     }
-    caption = (
-        "Hollow: trials, of which the lowest is low by chance too. Full: fresh seeds, compared."
-    )
+    caption = "Hollow: trials; the lowest is low by chance, too. Full: fresh seeds, compared."
     traces = [points([*range(1, len(runs) + 1)], values, tips, marker=marker)]
     return [plot("search", "The search", traces, layout, caption)]
 
@@ -276,7 +274,7 @@ def screen_plots(c: Result) -> list[Plot]:
         hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",
     )
     layout: dict[str, Any] = {"height": 120 + 34 * len(knobs), "yaxis.automargin": True}
-    caption = "Bars in colour are told from noise; the whiskers are 95 % intervals."
+    caption = "Bars in colour differ from noise; the whiskers are 95 % intervals."
     plots.append(plot("effects", f"Effects on {c.key}", [bars], layout, caption))
     every = sorted([*s.knobs.values(), *s.others], key=lambda one: abs(one.effect))
     is_knob = [one in s.knobs.values() for one in every]
@@ -295,5 +293,5 @@ def screen_plots(c: Result) -> list[Plot]:
         "xaxis.title.text": "half-normal quantile",
         "yaxis.title.text": "size of the contrast",
     }
-    caption = "Noise alone lies on a line through the origin, what matters above it. Open: pairs."
+    caption = "Noise lies on a line through the origin, effects above it. Open: pairs."
     return [*plots, plot("half-normal", "All contrasts", [dots], layout, caption)]

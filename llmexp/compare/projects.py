@@ -167,7 +167,7 @@ def offline_run(path: Path) -> OtherRun:
     except OSError as error:
         raise ConfigError("disk", f"{path}: cannot be read: {error.strerror}") from None
     if data[:4] != b":W&B":
-        raise ConfigError("damaged_file", f"{path}: is no file of wandb; name its folder")
+        raise ConfigError("damaged_file", f"{path}: is not a file of wandb; name its folder")
     for piece in _records(data):
         record = Record()
         try:

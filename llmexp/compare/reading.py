@@ -89,10 +89,10 @@ def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
     except OSError as error:
         problems.append(f"cannot be read: {error.strerror}")
     if lost:
-        text = f"{len(lost):,} of {len(lost) + len(rows):,} lines are no rows of metrics"
-        problems.append(f"{text} and were passed over: {lost[0]}")
+        text = f"{len(lost):,} of {len(lost) + len(rows):,} lines are not rows of metrics"
+        problems.append(f"{text} and were skipped: {lost[0]}")
     if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
-        problems.append("steps are repeated or out of order; the last row of each step counts")
+        problems.append("steps are repeated or out of order; the last row of a step counts")
         by_step = {row["step"]: row for row in rows}
         rows = [by_step[step] for step in sorted(by_step)]
     columns = {"step": np.zeros(0)}

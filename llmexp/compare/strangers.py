@@ -206,7 +206,7 @@ def _seed(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str | None
         return SEED
     several = _varying(runs, known)
     if len(several) > 1:
-        text = "which seed tells the runs of one setting apart?"
+        text = "which column is the seed?"
         raise ConfigError(
             "missing_value", f"{text} Name it: --seed {several[0]}; there are {listed(several, 8)}"
         )
@@ -251,7 +251,7 @@ def _settings(
         raise ConfigError("missing_value", text + ",".join([*found, *unclear][:3]))
     if found := found or unclear:
         said.append(
-            f"Settings: {listed(found, 8)}, what varies and is no figure (--by names them)."
+            f"Settings: {listed(found, 8)}, what varies and is not a figure (--by names them)."
         )
     return found
 

@@ -138,7 +138,7 @@ def _rows(given: Any) -> dict[int, Row]:
     flat = dict[int, Row]()
     for i, line in ((i, line) for i, line in enumerate(lines, 1) if line is not None):
         if not isinstance(line, Mapping):
-            text = f'line {i}: is no object; for example {{"lr": 0.1}}'
+            text = f'line {i}: is not an object; for example {{"lr": 0.1}}'
             raise ConfigError("bad_data", f"{where}: {text}")
         flat[i] = {str(k).strip(): _plain(v) for k, v in flatten(line).items()}
     if not (keys := dict.fromkeys(k for row in flat.values() for k in row)):

@@ -170,7 +170,7 @@ def _misfit(error: Exception, lines: list[str], load: Callable[[list[str]], obje
     else:
         kind = "wrong_type"
         text = f"{source} has a section in the place of a list or a value of the files before it, "
-        text += "or the other way round, or chooses a group anew in its `defaults`"
+        text += "or the other way round, or chooses a group again in its `defaults`"
     return ConfigError(kind, f"{line}: {text}", key)
 
 
@@ -195,7 +195,7 @@ def compose(
             raise ConfigError("unsupported", f"{line}: {text}", override.key_or_group)
         if override.is_hydra_override():
             raise ConfigError(
-                "unsupported", f"{line}: holds for all points, so one value is needed"
+                "unsupported", f"{line}: holds for the whole sweep, so give one value"
             )
     HydraConfig.instance().set_config(cfg)
     return cfg, multirun
@@ -236,14 +236,14 @@ def _in_words(error: Any, cfg: DictConfig | None) -> ConfigError:
 
 _UNKNOWN: dict[type, tuple[Kind, str]] = {
     omegaconf.MissingMandatoryValue: ("missing_value", "has no value yet; give it one"),
-    omegaconf.InterpolationKeyError: ("unknown_key", "names a key that there is not"),
+    omegaconf.InterpolationKeyError: ("unknown_key", "names a key that does not exist"),
     omegaconf.InterpolationToMissingValueError: (
         "missing_value",
         "names a value that is not known here",
     ),
     omegaconf.UnsupportedInterpolationType: (
         "unknown_key",
-        "names a function that there is not, as oc.env is one",
+        "names a function that does not exist; oc.env is one",
     ),
 }
 

@@ -65,9 +65,7 @@ def existing_run(given: str) -> tuple[Path, int | None]:
     if not rundir.is_run(path):
         raise ConfigError("not_a_run", f"fork.run={given}: {rundir.why_no_run(path)}")
     if rundir.newest_step(path) is None:
-        raise refuse(
-            "no_checkpoint", "fork.run", given, "has no checkpoint yet that a fork could go on from"
-        )
+        raise refuse("no_checkpoint", "fork.run", given, "has no checkpoint yet to fork from")
     return path, step
 
 
@@ -137,7 +135,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
     Return its parent. A fork that is in its `folder` already keeps its step. Raises ConfigError."""
     fork = tree["fork"]
     if not (forks := forks_in(overrides)):
-        text = "is taken from the command line, because all that is not given follows from it"
+        text = "must be on the command line, because other settings follow from it"
         raise refuse("unsupported", "fork.run", fork["run"], text, "outputs/trunk")
     run, at = forks[0]
     if at is not None:

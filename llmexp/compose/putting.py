@@ -60,7 +60,7 @@ def put(cfg: DictConfig, overrides: Sequence[Override]) -> None:
             else:
                 OmegaConf.update(cfg, key, value, merge=not _replaces(key), force_add=True)
         except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError):
-            raise refuse("wrong_type", key, value, "is no value that this key can have") from None
+            raise refuse("wrong_type", key, value, "is not a value of this key") from None
 
 
 def _check(override: Override, key: str, value: Any, tree: Any, given: Sequence[str]) -> None:

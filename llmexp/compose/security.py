@@ -79,7 +79,7 @@ def refuse_files(cfg: DictConfig, choices: Sequence[Override]) -> None:
     for choice in choices:
         named["hydra" if choice.is_hydra_override() else "task"].append(choice.input_line)
     if own["overrides"] != named:
-        text = "is what a command line says; a config file must not set it"
+        text = "can be set on the command line only, not in a config file"
         raise ConfigError("not_allowed", f"hydra.overrides: {text}")
     for key in BY_HAND:
         if _below(own, f"launcher.{key}"):
@@ -130,7 +130,7 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
     if OmegaConf.is_interpolation(parent, key) and (
         key in RESERVED or OmegaConf.is_config(value) or isinstance(value, (dict, list))
     ):
-        text = "may only bring a text or a number from elsewhere in the config; write it out here"
+        text = "may only insert a text or a number of the config; write the value here"
         raise refuse("not_allowed", name, unresolved(parent)[key], text)
     if OmegaConf.is_config(value):
         names = value.keys() if isinstance(value, DictConfig) else range(len(value))

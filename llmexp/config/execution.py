@@ -124,7 +124,7 @@ class Tracker:
         default="auto",
     )
     start_timeout_s: float = time_limit(
-        "for wandb to start before the run goes on offline",
+        "for wandb to start before the run continues offline",
         10.0,
         acts=where("tracker.kind", "wandb"),
     )

@@ -78,7 +78,7 @@ class CoreTrain:
         above=0,
     )
     tail: str = choice(
-        "what happens to a last window that the data do not fill",
+        "what happens to a last batch that the data do not fill",
         "keep | drop",
         acts=Where(  # steps are whole
             (

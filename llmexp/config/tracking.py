@@ -58,7 +58,7 @@ def with_environment(
                 f"{variable}={env[variable]} is not used: tracker.{key}={own} goes before it"
             )
     if env.get("WANDB_RESUME"):
-        unused.append("WANDB_RESUME is not used: llmexp resume goes on with a run, here and there")
+        unused.append("WANDB_RESUME is not used: llmexp resume continues a run, here and there")
     filled["project"] = filled.get("project") or PROJECT
     return filled, unused
 

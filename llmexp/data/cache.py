@@ -64,7 +64,7 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
             "disk",
             f"data.cache_dir={cache}: the token cache cannot be written there "
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
-            "LLMEXP_CACHE_DIR to a folder with room that you may write to",
+            "LLMEXP_CACHE_DIR to a folder with free space that you may write to",
         ) from error
 
 

@@ -156,7 +156,7 @@ def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
         if after not in ("]", ","):
             more = "".join(itertools.islice(texts, 1 + (len(held) - at) // sniffing.BLOCK_BYTES))
             if after or not more:
-                text = f"item {number + 1:,} is no valid JSON ({why}){as_plain(key)}"
+                text = f"item {number + 1:,} is not valid JSON ({why}){as_plain(key)}"
                 raise refuse("bad_data", key, place, text)
             held, at = held[at:] + more, 0
             continue

@@ -72,4 +72,4 @@ def cut_files(states: Mapping[str, int]) -> str:
 
 
 def cut_text(path: str, before: int, now: int) -> str:
-    return f"{path}: this token file was cut from {before:,} to {now:,} bytes while it was in use"
+    return f"{path}: this token file was truncated from {before:,} to {now:,} bytes in use"

@@ -134,10 +134,10 @@ def as_text(where: str, text: Any, text_key: str) -> Record:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if not isinstance(text, str):
-            return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
+            return BadRecord(f"{where}: {text_key!r} is not text but {type(text).__name__}")
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     except UnicodeDecodeError as error:
         return BadRecord(f"{where}: {text_key!r} is not UTF-8 ({error.reason})")
     except UnicodeEncodeError:
-        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
+        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is not text")
     return Document(digest, iter((text,)), where) if text else None

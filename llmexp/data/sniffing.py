@@ -41,7 +41,7 @@ REFUSED = {
     rb"PK\x03\x04": ("a zip archive, not text", "unpack it first: unzip {path}"),
     rb"[\s\S]{257}ustar": ("a tar archive, not text", "unpack it first: tar -xf {path}"),
     rb"\x93NUMPY": ("an array of NumPy, not text", "for token ids use data=tokens"),
-    rb"FEA1": ("a Feather file of version 1", "write it anew as version 2 with pyarrow.feather"),
+    rb"FEA1": ("a Feather file of version 1", "write it again as version 2 with pyarrow.feather"),
     rb"\xff\xfe\0\0|\0\0\xfe\xff": ("text in UTF-32, not UTF-8", CONVERT.format(kind="UTF-32")),
     rb"\xff\xfe|\xfe\xff": ("text in UTF-16, not UTF-8", CONVERT.format(kind="UTF-16")),
 }
@@ -128,7 +128,7 @@ def kind_of_file(key: str, place: str, plain: bool = False) -> str:
                 return "jsonl"
             if b"\0" in line:
                 way = "; if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8"
-                text = "is no text: there are zero bytes in it"
+                text = "is not text: there are zero bytes in it"
                 raise refuse("bad_data", key, place, text + way * (b"\0" in line[:2]))
             line = line.removeprefix(BOM)
             while line and not line.strip(BLANK):
@@ -158,5 +158,5 @@ def damage_named(key: str, place: str) -> Iterator[None]:
             of_network = isinstance(error, (TimeoutError, ConnectionError))
             if of_network or not (of_library or isinstance(error, DAMAGED)):
                 raise
-            text = f"is cut short or damaged ({error}); get the file again"
+            text = f"is truncated or damaged ({error}); get the file again"
             raise refuse("damaged_file", key, place, text) from None

@@ -18,8 +18,7 @@ from llmexp.system.fileio import file_state, sampled
 if TYPE_CHECKING:
     from llmexp.data.mixture import Mixture
 
-OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
-OTHER_IDS += "missing"
+OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may help"
 
 
 class DataChanged(OSError, ValueError):

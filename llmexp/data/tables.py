@@ -52,7 +52,9 @@ def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
             left = ""
     kind = getattr(kind, "value_type", kind) if hasattr(kind, "index_type") else kind
     if ".".join(path) != text_key or str(kind) not in TEXT_TYPES:
-        raise refuse("bad_data", key, place, f"the column {'.'.join(path)!r} is no text but {kind}")
+        raise refuse(
+            "bad_data", key, place, f"the column {'.'.join(path)!r} is not text but {kind}"
+        )
     return path
 
 

@@ -124,7 +124,9 @@ def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
         kind, count, _ = read_index(index)
         if size != (expected := count * kind.itemsize):
             text = f"says {count:,} {kind.name} tokens = {expected:,} bytes"
-            raise ValueError(f"{index.name} {text}, the file has {size:,}; they are no pair")
+            raise ValueError(
+                f"{index.name} {text}, the file has {size:,}; they do not belong together"
+            )
         return np.memmap(path, kind, "r", shape=(count,))
     header = np.zeros(3, "<i4")
     if size >= LLM_C_HEADER_BYTES:
@@ -147,7 +149,7 @@ def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
 def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
-        text = f"{size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})"
+        text = f"{size:,} bytes are not a whole number of {dtype} tokens (data.dtype={dtype})"
         raise ValueError(text)
     array = np.memmap(path, kind, "r")
     if (wider := wider_type(array)) is not None:
@@ -181,10 +183,10 @@ def read_index(path: Path) -> tuple[np.dtype, int, np.ndarray]:
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if not head.startswith(MEGATRON):
-        text = f"{path.name} is no index of Megatron: it begins with {head[:9]!r}, not {MEGATRON!r}"
+        text = f"{path.name} is not a Megatron index: it begins with {head[:9]!r}, not {MEGATRON!r}"
         raise ValueError(f"{text}; to read the .bin file as flat ids move {path.name} away")
     if len(head) < HEADER.size:
-        raise ValueError(f"{path.name} is cut short: {size:,} bytes; get the file again")
+        raise ValueError(f"{path.name} is truncated: {size:,} bytes; get the file again")
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != VERSION:
         raise ValueError(f"{path.name} has version {version}; known is version {VERSION}")

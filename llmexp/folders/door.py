@@ -122,7 +122,7 @@ def _check_yaml(text: str) -> None:
         anchor, before, deepest = within.pop()
         within.append((anchor, before + values, max(deepest, levels)))
         if within[-1][1] > MAX_VALUES:
-            wrong = f"has more than {MAX_VALUES:,} values, each alias counted with what it repeats"
+            wrong = f"has more than {MAX_VALUES:,} values, counting what YAML aliases repeat"
         elif len(within) + within[-1][2] > MAX_DEPTH:
             wrong = f"is nested deeper than {MAX_DEPTH} levels"
         if wrong:
@@ -235,7 +235,8 @@ def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, A
     for key in kinds.keys() & found:
         if not fits(kinds[key], found[key]):
             raise ConfigError(
-                "damaged_file", f"{path}: {key}={reprlib.repr(found[key])}: is no value of this key"
+                "damaged_file",
+                f"{path}: {key}={reprlib.repr(found[key])}: is not a value of this key",
             )
     return found
 

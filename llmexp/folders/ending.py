@@ -26,9 +26,8 @@ from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
 GOES_ON = "such as {}, it goes on"  # in the error of a run that is to be resumed with that
-CUT_OFF = (
-    "crashed: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
-)
+# the error that is shown of such a run
+CUT_OFF = "crashed: no end was recorded (power failure or reboot?)"
 
 
 class Left(Enum):
@@ -162,7 +161,7 @@ def bus_error(path: Path, code: int) -> str:
     with contextlib.suppress(ConfigError):
         sizes = rundir.read_run(path).get("data_files", {})
         states = {str(fill(name, "data_files")): size for name, size in sizes.items()}
-    cause = cut_files(states) or "a data file may have been cut, or its disk has failed"
+    cause = cut_files(states) or "a data file may have been truncated, or its disk has failed"
     return redacted(f"; {cause}")
 
 
@@ -190,4 +189,4 @@ def what_is_left(path: Path, error: str) -> str:
         knob = re.search(GOES_ON.format(r"(\S+)"), error)
         resume = rundir.how_to_resume(path, *(knob.groups() if knob else ()))
         again = resume if hosts == 1 else on_each
-    return f"{intact}; to go on: {again}"
+    return f"{intact}; to continue: {again}"

@@ -110,7 +110,7 @@ def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
             found.setdefault(run.resolve(), run)
         text = "there is nothing of that name; a run looks like outputs/default/..."
         if names:
-            text = f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+            text = f"is not a run, and holds none (a run folder has a {rundir.CONFIG})"
         if not runs:
             problems.append(f"{clean(given) or '.'}: {text}")
     return list(found.values()), problems

@@ -49,7 +49,7 @@ NOT_KEPT = ("path", "since", "points", "looks")
 def anew(path: Path) -> str:
     """Return how a ledger that is lost is written again."""
     again = rundir.command_on(path, "train", "-m", "...", ("sweep.resume", path))
-    return f"the command of the sweep writes it anew from its runs: {again}"
+    return f"the command of the sweep rebuilds it from its runs: {again}"
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Ledger:
         except OSError as error:
             text = f"{self.path / name}: could not be written: {error.strerror}"
             if is_sweep(self.path):  # else it has not begun
-                text += f"; its runs are intact; to go on: {rundir.how_to_resume(self.path)}"
+                text += f"; its runs are intact; to continue: {rundir.how_to_resume(self.path)}"
             raise OSError(text) from error
 
     def look(self, entry: LedgerEntry, alive: bool = False) -> str:
@@ -251,7 +251,7 @@ def read_ledger(path: Path) -> Ledger:
     where = path / LEDGER
     if not where.is_file():
         example = "one looks like outputs/default/2030-01-01_12-00-00"
-        raise ConfigError("not_a_run", f"{path}: is no sweep (it has no {LEDGER}); {example}")
+        raise ConfigError("not_a_run", f"{path}: is not a sweep (it has no {LEDGER}); {example}")
     try:
         tree = fileio.read_json(where)
         if not isinstance(tree, dict):
@@ -273,7 +273,7 @@ def read_ledger(path: Path) -> Ledger:
     for key in ("number", "folder"):
         for value, count in Counter(getattr(point, key) for point in ledger.points).items():
             if count > 1:
-                raise ConfigError("damaged_file", f"{where}: two points have the {key} {value}")
+                raise ConfigError("damaged_file", f"{where}: two runs have the {key} {value}")
     for entry in ledger.points:
         ledger.look(entry)
     return ledger

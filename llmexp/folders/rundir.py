@@ -77,7 +77,7 @@ def read_run(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         if error.kind == "other_format":
             raise
-        way = f"give the file another name, and it is written anew: {how_to_resume(path)}"
+        way = f"give the file another name, and it is rebuilt: {how_to_resume(path)}"
         raise ConfigError(error.kind, f"{error}; {way}") from None
 
 
@@ -87,7 +87,7 @@ def is_run(path: Path) -> bool:
 
 def why_no_run(path: Path) -> str:
     """Return why a folder is no run, with the runs that it holds, as that of a sweep does."""
-    text = f"is no run folder (it has no {CONFIG})"
+    text = f"is not a run folder (it has no {CONFIG})"
     inner = [p for p in path.iterdir() if is_run(p)] if path.is_dir() else []
     if not inner:
         return f"{text}; a run folder looks like outputs/default/..."
@@ -299,7 +299,7 @@ def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
         state = read_status(wanted).get("state", "unknown")
         raise ConfigError(
             "exists",
-            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to continue it: "
             f"{how_to_resume(wanted)}",
         )
     if not holds_run and resume == "must":

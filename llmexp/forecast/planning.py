@@ -75,7 +75,7 @@ class Planner:
         )
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
-            text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
+            text = "the run uses no GPU; name one with plan.device=h200, or leave the price out"
             raise refuse("idle_knob", "plan.price_per_gpu_hour", plan.price_per_gpu_hour, text)
         cost = None
         if times is not None:
@@ -201,15 +201,14 @@ class Planner:
         peak = device.tflops[precision]
         return times, (
             f"an estimate: {share:.0%} (plan.peak_share) of the peak of {peak:,g} TFLOP/s of "
-            f"{device.name} in {precision}; nothing is measured, a usual start is added, and saves "
-            "are left out"
+            f"{device.name} in {precision}; not measured; with a usual start, without saves"
         )
 
     def _measured(self, parts: Parts, folder: str) -> tuple[Times, str]:
         run = parts.run
         there = hardware.accelerator(parts.device) if run.device == "cuda" else None
         if self._plan.device is not None and there != self._device:
-            text = f"--measure times the device that is there, {run.device_name}"
+            text = f"--measure times the device of this machine, {run.device_name}"
             raise refuse(
                 "conflict", "plan.device", self._plan.device, f"{text}; leave one of them out"
             )

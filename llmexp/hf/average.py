@@ -136,7 +136,7 @@ def refuse_average(folder: Path) -> None:
     if (folder / RECORD).exists():
         raise ConfigError(
             "unsupported",
-            f"{folder}: is an average of checkpoints, from which no run goes on; begin one with "
+            f"{folder}: is an average of checkpoints and cannot be resumed; start a run with "
             f"its weights: {command('train', '...', ('model.init_from', folder))}",
         )
 
@@ -152,5 +152,5 @@ def facts_of(folder: Path) -> dict[str, Any]:
         return record["run"] | {"mean_of": f"{of}{record['mean_of']}"}
     except (KeyError, TypeError):
         raise ConfigError(
-            "damaged_file", f"{folder / RECORD}: is damaged; make the average anew"
+            "damaged_file", f"{folder / RECORD}: is damaged; make the average again"
         ) from None

@@ -67,7 +67,7 @@ def open_source(given: Any, share: tuple[int, int] | None = (0, 1)) -> WeightSou
     ConfigError, which the caller begins with the name that was given, as here all do.
     """
     if not isinstance(given, str):
-        raise ConfigError("wrong_type", "is no folder; for example model.init_from=gpt2-folder")
+        raise ConfigError("wrong_type", "is not a folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
     if folder.is_file():
         raise ConfigError(

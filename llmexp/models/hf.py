@@ -114,7 +114,7 @@ def _config(path: str | None) -> tuple[Any, Any]:
     except (OSError, ValueError):
         raise wrong("unsupported", f"transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise wrong("unsupported", f"{kind} is no causal language model")
+        raise wrong("unsupported", f"{kind} is not a causal language model")
     return library, config
 
 

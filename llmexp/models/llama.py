@@ -224,7 +224,7 @@ class LlamaKnobs(Knobs):
     ]
     sliding_window = Annotated[
         int | None,
-        count("tokens that a token looks back to, itself among them (Mistral); null: all", 4096),
+        count("tokens that a token attends to, itself among them (Mistral); null: all", 4096),
     ]
 
 

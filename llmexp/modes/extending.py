@@ -61,6 +61,6 @@ def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     at = () if step is None else (("fork.step", step),)
     fork = rundir.command_on(path, "train", ("fork.run", path), *at, (key, value))
     if step is None:
-        text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"
+        text = "no checkpoint from before that is kept; train again, or fork the last one, to go"
         return f"{text} on at the rate of the longer schedule: {fork}"
     return f"fork it: {fork}"

@@ -162,7 +162,7 @@ def _place(
     if not causes and now and before and before != now:
         causes = ["the content of the data"]
     if not causes:
-        return at, f"go on at sequence {at:,}, where the parent was"
+        return at, f"continue at sequence {at:,}, where the parent was"
     differ = "differ" if len(causes) > 1 else "differs"
     return 0, (
         f"start again at sequence 0: {', '.join(causes)} {differ} from the parent's, which was at "

@@ -44,7 +44,7 @@ def run(
     except Exception as error:
         what = f"could not be tried on small tensors ({type(error).__name__}: {error})"
         what = " ".join(f"optimizer: {dotted} {what}".split("\n")[0].split())
-        return [], [f"{what}; whether a resumed run goes on as if it had not stopped is not known"]
+        return [], [f"{what}; whether a resumed run equals an unbroken one is not known"]
 
 
 def _small_trial(

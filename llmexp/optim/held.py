@@ -66,10 +66,8 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer], trained: set[i
             "bad_own_part", f"optimizer: would update {first_of(twice)} more than once in a step"
         )
     if strange := len(held.keys() - names.keys()):
-        text = f"holds {strange} that are no parameters of the model, and are saved nowhere"
-        raise ConfigError(
-            "bad_own_part", f"optimizer: {text}; make them attributes of it, in its own function"
-        )
+        text = f"holds tensors of its own ({strange}), which no checkpoint would save"
+        raise ConfigError("bad_own_part", f"optimizer: {text}; make them parameters of the model")
 
 
 def not_updated(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:

@@ -36,7 +36,7 @@ def first_matches(names: Iterable[str], patterns: Sequence[str], key: str) -> li
         if i in found:
             continue
         if any(_matches(name, pattern) for name in plain):
-            text = "takes no parameter, as the patterns before it take all that it matches"
+            text = "takes no parameter, as the patterns before it take everything that it matches"
             raise refuse("idle_knob", f"{key}.{i}.match", pattern, f"{text}; put it first")
         known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in plain))
         text = f"matches no parameter of the model; their names are {known}"

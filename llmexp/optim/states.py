@@ -71,7 +71,7 @@ def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping) and PACKED in value:
         module, _, name = str(value[PACKED]).rpartition(".")
         if not module.startswith(_KINDS):
-            raise ValueError(f"{value[PACKED]} is no kind of tensor of an optimizer's state")
+            raise ValueError(f"{value[PACKED]} is not a kind of tensor of an optimizer's state")
         kind: Any = getattr(importlib.import_module(module), name)
         parts = put_together(value["parts"], tensors)
         return kind.__tensor_unflatten__(parts, value["about"], None, None)

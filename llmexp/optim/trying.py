@@ -43,7 +43,7 @@ class TriedTensors:
                 where = " where gradients are 0" * zeros
                 raise Unfit(f"makes values that are not finite{where}; mend its arguments")
             if any(p.grad is not None and p.grad is not g for p, g in pairs):
-                raise Unfit("puts other tensors in the place of the gradients")
+                raise Unfit("replaces the gradients")
 
     def hand_over(self, other: TriedTensors) -> None:
         """Give another one parameters and states, by way of what a checkpoint holds."""
@@ -79,7 +79,7 @@ def try_going_on(
         torch.default_generator.manual_seed(0)
         trial.take_steps(range(2, 4))
     if not all(map(torch.equal, whole.parameters, other.parameters)):
-        text = "does not go on from a checkpoint as if it had not stopped: it keeps more than"
+        text = "does not resume exactly from a checkpoint: it keeps more than"
         raise Unfit(f"{text} its state and its groups hold")
     found = []
     for optimizer, groups in zip(whole.optimizers, before, strict=True):

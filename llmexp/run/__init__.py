@@ -120,7 +120,7 @@ class Facts:
         "the weights that the model begins with", "model.init_from", default=None
     )
     parent: Parent | None = derived(
-        "the checkpoint that a fork goes on from", "fork.run fork.step", default=None
+        "the checkpoint that a fork starts from", "fork.run fork.step", default=None
     )
     parameters_with_head: int | None = derived(
         "active parameters without embedding tables, but with the head",
@@ -179,8 +179,8 @@ class Run(Facts):
         "passes over the training sequences", f"{_BUDGET} train_sequences", _TEXT
     )
     total_sequences: int = derived("sequences of the whole run, all epochs", _TAIL, _TEXT)
-    tail_sequences: int = derived("sequences in the last window where it is short, else 0", _TAIL)
-    dropped_sequences: int = derived("sequences of the budget that fill no window", _TAIL)
+    tail_sequences: int = derived("sequences in the last step if it is short, else 0", _TAIL)
+    dropped_sequences: int = derived("sequences of the budget that fill no step", _TAIL)
     budget_given: str | None = derived(
         "a budget in FLOPs or in tokens per parameter, and what is left of it", _TAIL, default=None
     )

@@ -12,7 +12,7 @@ def batch_equation(run: Run) -> str:
     return (
         f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps "
         f"{run.gradient_accumulation_steps} x dp_size {run.dp_size} = real_batch_size "
-        f"{run.real_batch_size} sequences x sequence_length {run.sequence_length} = "
+        f"{run.real_batch_size}; x sequence_length {run.sequence_length} = "
         f"{run.tokens_per_step:,} tokens per step{', at the end of the ramp' if run.ramp else ''}"
     )
 
@@ -61,7 +61,7 @@ def _source_text(run: Run, source: SourceShare) -> str:
 def _group_text(group: GroupShare) -> str:
     size = f"{plural(group.tensors, 'tensor')}, {plural(group.parameters, 'parameter')}"
     if not group.match:
-        return f"all others: {size}, rate and weight decay as they are"
+        return f"all others: {size}, rate and weight decay of the optimizer"
     return f"{group.match}: {size}, rate x {group.lr:g}, weight decay x {group.weight_decay:g}"
 
 
@@ -76,14 +76,14 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs that say in plain words what is about to happen."""
     an_epoch = f"{run.train_sequences / run.real_batch_size:,.2f}".rstrip("0").rstrip(".")
     budget = (
-        f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} "
-        f"epochs{'' if run.ramp else f' ({an_epoch} steps per epoch)'}"
+        f"{run.max_steps:,} steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} "
+        f"epochs{'' if run.ramp else f' of {an_epoch} steps'}"
     )
     if run.tail_sequences:
         size = run.stage_at(run.max_steps - 1).real_batch_size
-        budget += f"; the last window has {run.tail_sequences} of {size} sequences"
+        budget += f"; the last step has {run.tail_sequences} of {size} sequences"
     if run.dropped_sequences:
-        budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
+        budget += f"; {run.dropped_sequences} sequences that fill no step are left out"
     if run.budget_given:
         budget += f"; {run.budget_given}"
     train = (
@@ -91,15 +91,14 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     )
     rest = run.train_tokens - 1 - run.train_sequences * run.sequence_length  # 1: a last target
     if rest and not run.sources:
-        train += f"; the last {rest:,} token{' is' if rest == 1 else 's are'} too few for another"
+        train += f", {plural(rest, 'token')} left over"
     val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
-        val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
+        val += f", of which an evaluation reads {run.eval_sequences:,}"
     flops = None
     if run.total_flops is not None and run.flops_per_token is not None:
         of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
-        flops = f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of} "
-        flops += f"({run.flops_formula})"
+        flops = f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of}"
     active = f", {run.parameters_active:,} of them active" if run.parameters_active else ""
     rows: list[tuple[str, str | None]] = [
         ("data", f"{run.data}; tokenizer {run.tokenizer}"),
@@ -109,14 +108,14 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("model", f"{run.model}, {run.parameters:,} parameters{active}"),
         ("shape", run.shape),
         ("begins with", run.initial),
-        ("goes on from", _parent_text(run.parent) if run.parent else None),
+        ("forks from", _parent_text(run.parent) if run.parent else None),
         ("batch", batch_equation(run)),
         *[("stage", text) for text in _stage_texts(run)],
         ("budget", budget),
         ("rule", run.rule),
         ("width", run.parametrization),
         *[("group", _group_text(group)) for group in run.groups],
-        ("warm-up", plural(run.warmup_updates, "optimizer step")),
+        ("warm-up", plural(run.warmup_updates, "step")),
         ("FLOPs", flops),
         ("device", f"{run.device_name} ({run.device})"),
         ("ranks", ranks_sentence(run) if run.world_size > 1 else None),

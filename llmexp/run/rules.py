@@ -130,7 +130,7 @@ def _check(found: Chosen) -> None:
     missing = [name for name in dict.fromkeys(needed) if getattr(found.at, name) is None]
     if missing:
         usual = Reference(lr=1e-3, weight_decay=0.1, N=1e7, D=2e8, C=1e16, B=4096)
-        text = f"optimizer.rule={found.name} goes on from a run whose {' and '.join(missing)} it "
+        text = f"optimizer.rule={found.name} starts from a run whose {' and '.join(missing)} it "
         text += "has to know"
         example = {n: getattr(found.at, n) or getattr(usual, n) for n in dict.fromkeys(needed)}
         raise refuse("missing_value", "optimizer.reference", _given(vars(found.at)), text, example)

@@ -109,7 +109,7 @@ def _stray(ladder: Ladder, answer: Answer) -> bool:
     if len(ladder.points) >= (LEAST if answer.surfaces else LEAST_OF_POWER):
         return False
     out = answer.laws[0].ladder.out
-    apart = f"set apart by {ladder.apart or ladder.name}, and too few for a law of their own"
+    apart = f"set apart by {ladder.apart or ladder.name}, and too few for a law"
     for reason, names in ({apart: [p.name for p in ladder.points]} | ladder.out).items():
         out.setdefault(reason, []).extend(names)
     return True

@@ -132,8 +132,8 @@ class Law:
         if np.ptp(self.losses) == 0:
             raise ConfigError(
                 "cannot_fit",
-                f"{ladder.name}: all losses are {self.losses[0]:g}, so they depend on nothing; "
-                "give runs, or a column loss, of which the losses differ",
+                f"{ladder.name}: all losses are {self.losses[0]:g}, so there is no law to fit; "
+                "give runs whose losses differ",
             )
         self.ensemble = Ensemble(x, np.log(self.losses), seed)
 

@@ -46,7 +46,7 @@ class Candidate:
 def rung(c: Result, predict: float | str | None = None) -> Step | None:
     """Return the step that narrows a ladder's prediction most; None for runs that are no ladder.
 
-    Where the best size may lie beyond those that were tried, it is the next size there; below the
+    Where the best size may lie outside the sizes tried, it is the next size there; below the
     smallest size that there is lies none: the best one of the next budget is larger.
     """
     known = Known(c)
@@ -75,7 +75,7 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
         sizes = [one for one in found if one.key == size[0]]
         beyond = [one for one in sizes if (one.value > smallest) == larger]
         best = (beyond or [one for one in found if one.key == budget[0]])[0]
-        why = "the best size may lie beyond those that were tried"
+        why = "the best size may lie outside the sizes tried"
         why += f": widen to {s.edge} N" if beyond else (
             f", but {size[0]} can go no smaller than {smallest:g}; a larger budget has a larger "
             "best size"

@@ -95,7 +95,7 @@ def _notes(law: Law) -> Iterator[Note]:
         beyond, below = math.log10(target / high), math.log10(low / target)
         off, where = max((beyond, f"beyond the {last}"), (below, f"below the {first}"))
         if off > FAR:
-            rests = "no interval knows whether the form of the law holds so far out"
+            rests = "the interval assumes that the form of the law holds so far out"
             yield "The prediction", f"{off:.1f} decades {where}; {rests}"
     if isinstance(law, Power) and (others := law.others()):
         way = "a surface, without --form and --by, is over parameters and tokens"
@@ -108,11 +108,11 @@ def _notes(law: Law) -> Iterator[Note]:
             f"{'' if held.inside else ', outside the interval'}",
         )
     else:
-        yield "Held out", "nothing, as the other runs are too few for a law of their own"
+        yield "Held out", "nothing: the other runs are too few for a law"
     if not law.knows_e:
-        yield "E", "not known from these runs: a law without it fits about as well"
+        yield "E", "not known from these runs: a law without it fits as well"
     if isinstance(law, Power) and not _tells(law.numbers["A"]):
-        way = f"runs further apart in {law.axis}, or more seeds of each, would tell"
+        way = f"runs further apart in {law.axis}, or more seeds of each, would decide"
         yield "Factor and exponent", f"a wide range of both fits these runs; {way}"
     out = law.ladder.out.items()
     yield (
@@ -159,7 +159,7 @@ def _why(law: Law, a: Answer) -> Iterator[Note]:
     if found and a.form != "isoflop":
         yield "Parabolas, one a budget", f"N* ~ C^{bracketed(found.exponent)}; {_bias(found)}"
     if not found and a.form == "isoflop":
-        yield "Parabolas", "none: they need two budgets with three sizes each and a lowest point"
+        yield "Parabolas", "none: they need two budgets, each with three sizes and a minimum"
 
 
 def _bias(found: Parabolas) -> str:
@@ -176,7 +176,7 @@ def _gain(g: Gain) -> str:
         return f"{text}."
     text += f", and {_times(g.further)} at {flops_text(g.further.flops)}: "
     if not g.trend:
-        return f"{text}whether that changes with compute cannot be told."
+        return f"{text}whether that changes with compute is not known."
     kind = "gain" if g.common.ratio.value < 1 else "loss"
     grows = g.trend == ("grows" if kind == "gain" else "shrinks")
     return f"{text}the {kind} {'grows' if grows else 'shrinks'}."

@@ -67,7 +67,7 @@ class Checker:
         if len(answers) < len(points):
             code = self._child.wait()
             raise ConfigError(
-                "failed", f"the check of the sweep's points ended with exit code {code}"
+                "failed", f"the check of the sweep's runs ended with exit code {code}"
             )
         for point, found in zip(points, answers, strict=True):
             if "refused" in found:

@@ -67,7 +67,7 @@ def seeded(
         values = ",".join(map(str, seeds))
         raise refuse("conflict", SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
     if len(parents := dict.fromkeys(o for row in rows for o in row if key_of(o) == "fork.run")) > 1:
-        text = "are seeds of their trunk, and sweep.decide chooses the seeds; give one parent"
+        text = "are several parents, and sweep.decide chooses the seeds; give one parent"
         raise refuse("conflict", "fork.run", ",".join(o.partition("=")[2] for o in parents), text)
     if len(seeds) < 2:
         first = int(cfg.train.seed)
@@ -75,15 +75,15 @@ def seeded(
     if ledger and ledger.looks:
         own = list(map(int, ledger.looks[0].seeds))
         if texts and seeds != own and texts != list(map(str, own[:1])):
-            text = f"the first look of this sweep was over {own[0]} to {own[-1]}; leave the key out"
+            text = f"this sweep began with {own[0]} to {own[-1]}; leave the key out"
             raise refuse("other_run", SEED, ",".join(texts), text, own[0])
         seeds = own
     typed = "sweep.first_seeds" in map(key_of, arguments)
     if knobs.first_seeds not in (len(seeds), None if typed else Sweep.first_seeds):
-        text = f"the first look of this sweep is over {plural(len(seeds), 'seed')}; leave it out"
+        text = f"this sweep begins with {plural(len(seeds), 'seed')}; leave it out"
         raise refuse("other_run", "sweep.first_seeds", knobs.first_seeds, text, len(seeds))
     if len(seeds) > knobs.max_seeds:
-        text = f"is less than the {len(seeds)} seeds that the first look is over"
+        text = f"is less than the {len(seeds)} seeds that the sweep begins with"
         raise refuse("out_of_range", "sweep.max_seeds", knobs.max_seeds, text, 2 * len(seeds))
     found = [[*row, f"{SEED}={seed}"] for seed in seeds for row in rows]
     return seeds, found + (further_points(ledger, rows, seeds) if ledger else [])
@@ -119,7 +119,7 @@ def refuse_undecidable(knobs: Sweep, seeds: Sequence[int], able: Sequence[Point]
         raise refuse("missing_value", "sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
     spent = [point.spent for point in able]
     if not budgets.equal(one.tokens for one in spent):
-        text = "the points train on unequal numbers of tokens, so no seeds decide; give all"
+        text = "the runs train on unequal numbers of tokens, so no seeds decide; give all"
         raise refuse(
             "conflict", "sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}"
         )
@@ -176,7 +176,7 @@ class Deciding:
                     if e.refused or e.state == "failed" or rundir.is_run(ledger.path / e.folder)
                 ]
             ledger.save()
-            say(f"look {len(looks)}, at {count} seeds: {why}")
+            say(f"interim analysis {len(looks)}, at {count} seeds: {why}")
             if not wanted:
                 return
             count, last = wanted, count
@@ -199,7 +199,7 @@ class Deciding:
         if len(f.ranked) < 2:
             return 0, "no other setting has a loss to compare with"
         if not any(r.verdict in OPEN and self.setting_of(r) in going for r in f.ranked[1:]):
-            return 0, "decided" if not f.those(*OPEN) else "nothing is left but what failed"
+            return 0, "decided" if not f.those(*OPEN) else "all undecided settings failed"
         if count >= most:
             return 0, f"all {plural(count, 'seed')} are trained (sweep.max_seeds)"
         wanted = known or following(count, most)

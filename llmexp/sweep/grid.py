@@ -92,14 +92,14 @@ def run_grid(current: Current, overrides: Sequence[str]) -> None:
     if ledger is None:
         warn_of_budgets([p.spent for p in able], knobs, current.arguments)
         if len(able) + len(refused) == 1:
-            say("one point: no key has several values (train.seed=1,2 would make two)")
+            say("one run: no key has several values (train.seed=1,2 would make two)")
     first = ledger.next_number() if ledger else 0
     points = place_points(current, able, refused)
     if ledger is not None:
         new = sum(point.entry.number >= first for point in points) or "none"
         longer = sum(map(is_longer, points))
         more = f", {longer} with a longer budget" if longer else ""
-        say(f"{plural(len(points), 'point')}, {new} of them new{more}")
+        say(f"{plural(len(points), 'run')}, {new} of them new{more}")
         # those of earlier commands; twins are trained at the end
         asked = {point.entry.folder for point in points}
         others = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]

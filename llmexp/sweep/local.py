@@ -100,7 +100,7 @@ def end_if_silent(job: Submitted, hang_timeout_s: float | None) -> None:
     if seen != job.seen:
         job.seen, job.seen_at = seen, now
     elif now - job.seen_at > hang_timeout_s:
-        job.cause = f"no sign of life for {hang_timeout_s:g} s (sweep.hang_timeout_s); it was ended"
+        job.cause = f"no output for {hang_timeout_s:g} s (sweep.hang_timeout_s): killed"
         kill_family(job.handle.pid)  # a rank that hangs heeds nothing less
 
 

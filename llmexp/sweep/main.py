@@ -54,7 +54,7 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
             open_ledger(current)
         (run_grid if grid else run_search)(current, overrides)
     path = current.ledger.path
-    again = f"to go on: {rundir.how_to_resume(path, *kept_back(arguments))}"
+    again = f"to continue: {rundir.how_to_resume(path, *kept_back(arguments))}"
     if current.ledger.state == "finished":
         return 0, path
     if current.stopped:
@@ -70,7 +70,7 @@ def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     if knobs.resume is not None:
         where = Path(knobs.resume)
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
-            text = f"is no sweep (it has no {ledgers.LEDGER}, and no runs)"
+            text = f"is not a sweep (it has no {ledgers.LEDGER}, and no runs)"
             raise refuse(
                 "not_a_run", "sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00"
             )
@@ -79,7 +79,7 @@ def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
-        text = f"holds a sweep already; to go on with it: {typed('sweep.resume', where)}"
+        text = f"holds a sweep already; to continue it: {typed('sweep.resume', where)}"
         raise refuse("exists", "hydra.sweep.dir", where, text)
     return knobs, where
 

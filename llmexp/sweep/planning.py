@@ -205,7 +205,7 @@ def in_all(total: Mapping[str, Any], knobs: Sweep) -> str:
     flops = f", {total['flops']:.3g} FLOPs" if "flops" in total else ""
     used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
     slots = plural(total["slots"], "slot")
-    note = ", every point to its end" if knobs.halving else ""
+    note = ", every run to its end" if knobs.halving else ""
     note += ", one seed each" if knobs.decide else ""
     note += ", without the twins" if knobs.twins else ""
     return (

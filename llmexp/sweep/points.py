@@ -48,7 +48,7 @@ def counted(doing: str, points: Sequence[_T]) -> Iterable[_T]:
     from rich.console import Console
     from rich.progress import track
 
-    return track(points, f"{doing} points", console=Console(stderr=True), transient=True)
+    return track(points, f"{doing} runs", console=Console(stderr=True), transient=True)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def with_devices(config: Config, knobs: Sweep) -> Config:
         return config
     ranks = p.nproc_per_node or (1 if p.kind == "single" else devices)
     if ranks > devices:
-        text = f"sweep.devices_per_run={devices} gives each point fewer devices"
+        text = f"sweep.devices_per_run={devices} gives each run fewer devices"
         raise refuse("wrong_ranks", "parallelism.nproc_per_node", ranks, text, devices)
     return with_knobs(config, parallelism={"nproc_per_node": ranks})
 
@@ -278,12 +278,10 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
         key, values = override.key_or_group, [*override.sweep_string_iterator()]
         given = str(override.input_line).partition("=")[2]
         if not values:
-            raise refuse(
-                "missing_value", key, given, "there is no such value, so there is nothing to train"
-            )
+            raise refuse("missing_value", key, given, "has no value, so there is nothing to train")
         if key.startswith(("plan.", "sweep.")):
             raise refuse(
-                "unsupported", key, given, "holds for all points, so one value is needed", values[0]
+                "unsupported", key, given, "holds for the whole sweep, so give one value", values[0]
             )
     return found
 
@@ -297,7 +295,7 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
 
 def no_start(refused: Sequence[LedgerEntry]) -> ConfigError:
     return ConfigError(
-        refused[0].kind, "no point was started, because\n  " + "\n  ".join(reasons(refused))
+        refused[0].kind, "no run was started, because\n  " + "\n  ".join(reasons(refused))
     )
 
 

@@ -112,13 +112,13 @@ def run_points(current: Current, points: Sequence[Point]) -> None:
     ]
     done = len(points) - len(left)
     if left and done:
-        say(f"{done} of {len(points)} points {'is' if done == 1 else 'are'} there already")
+        say(f"{done} of {len(points)} runs {'is' if done == 1 else 'are'} there already")
     for attempt in range(1 + current.knobs.max_retries):
         if not left or current.over:
             return
         if attempt:
             names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
-            say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
+            say(f"{plural(len(left), 'run')} failed or crashed, started again: {names}")
         run_once(current, left)
         left = [
             point

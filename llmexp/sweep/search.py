@@ -67,8 +67,8 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
         run_rungs(current, placed)
         batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == there:
-            text = "what the search proposes next is a run that it has, in other words"
-            say(f"{text}; it ends after {plural(there, 'trial')}")
+            text = "the sampler repeated a trial"
+            say(f"{text}; stopping after {plural(there, 'trial')}")
             break
     confirm(current)
 
@@ -79,12 +79,12 @@ def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any])
         return
     own = list(filter(is_seed, given))
     if own != list(filter(is_seed, ledger.points[0].overrides)):
-        text = "all trials of a search have one seed; go on without this key"
+        text = "all trials of a search have one seed; leave this key out"
         raise refuse("other_run", SEED, own[0].partition("=")[2] if own else None, text)
     there = {key.lstrip("+") for key in ledger.swept} - {SEED}
     for key in sorted(there ^ {key.lstrip("+") for key in space}):
-        text = f"all trials of a search choose values of the same keys, here {', '.join(there)}"
-        raise ConfigError("other_run", f"{key}: {text}; search anew, without sweep.resume", key)
+        text = f"all trials of a search vary the same keys, here {', '.join(there)}"
+        raise ConfigError("other_run", f"{key}: {text}; start another search", key)
 
 
 def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
         say(f"{text}; nothing is learnt from them")
     if len(trials) >= wanted:
         more = f"sweep.search.trials={len(trials) + 10}"
-        say(f"{plural(len(trials), 'trial')} of {wanted} are there; for more: {more}")
+        say(f"{plural(len(trials), 'trial')} of {wanted} have finished; for more: {more}")
 
 
 def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
         raise refuse("missing_value", "sweep.search.trials", search.trials, text,
                      f"{search.trials} 'optimizer.lr=tag(log,interval(1e-4,1e-2))'")  # fmt: skip
     if SEED in space:
-        text = "no seed is better than another; the best trials get fresh ones"
+        text = "no seed is better than another, so a search must not choose one"
         raise ConfigError(
             "unsupported", f"{SEED}: {text}; leave it out, or sweep.search.seeds=5", SEED
         )

@@ -29,7 +29,7 @@ class Search:
     """The section `sweep.search`: points that Optuna chooses by the results of others."""
 
     trials: int | None = count(
-        "points that a search chooses; null: the sweep is a grid", 30, default=None, acts=_NO_SCREEN
+        "trials of a search; null: the sweep is a grid", 30, default=None, acts=_NO_SCREEN
     )
     sampler: str = choice("how Optuna chooses them", "tpe | gp | cmaes | qmc", default="tpe")
     rerun_top: int = knob(
@@ -46,43 +46,43 @@ class Sweep:
     """The way that the points of a sweep are run; no part of a run's own config."""
 
     resume: str | None = knob(
-        "folder of a sweep to go on with: finished points are skipped, cut ones resumed, failed "
+        "folder of a sweep to continue: finished runs are skipped, crashed ones resumed, failed "
         "ones retried; null: a new one",
         "outputs/default/2030-01-01_12-00-00",
     )
     max_parallel: int | None = count(
-        "points at the same time; null: one for each slot of devices, 1 on a CPU", 2
+        "runs at the same time; null: one for each slot of devices, 1 on a CPU", 2
     )
     devices_per_run: int | None = count(
-        "CUDA devices of each point; null: as many as it has ranks", 1
+        "CUDA devices of each run; null: as many as it has ranks", 1
     )
     on_infeasible: str = choice(
-        "a point that cannot run ends the sweep before it starts, or is left out", "refuse | skip"
+        "a run that is refused ends the sweep before it starts, or is left out", "refuse | skip"
     )
     max_retries: int = knob(
-        "times that failed points are started again once the others are through", 1, at_least=0
+        "times that failed runs are started again once the others have ended", 1, at_least=0
     )
-    stop_on_failure: bool = knob("start no further point after one has failed")
+    stop_on_failure: bool = knob("start no further run after one has failed")
     warm: bool = knob(
-        "start points on this machine as forks of a process that has imported what all import "
-        "(Linux); false: each one imports it anew",
+        "start runs on this machine as forks of a process that has imported torch already "
+        "(Linux); false: each one imports it",
         default=True,
     )
     hang_timeout_s: float | None = knob(
-        "seconds without a sign of life (a row, a line, a checkpoint) after which a point is "
+        "seconds without output (a row, a line, a checkpoint) after which a run is "
         "ended; null: never",
         1800.0,
         above=0,
     )
     halving: float | None = knob(
-        "successive halving: share of its steps that each point gets at first; null: all",
+        "successive halving: share of its steps that each run gets at first; null: all",
         0.125,
         above=0,
         at_most=1,
         acts=(_ONE_BY_ONE, _NO_SCREEN),
     )
     halving_keep: float = knob(
-        "share of the points that goes on after each rung",
+        "share of the runs that continues after each rung",
         0.5,
         above=0,
         below=1,
@@ -97,13 +97,13 @@ class Sweep:
         default=None,
     )
     decide: bool = knob(
-        "train further seeds of the settings that can still be best, until one of them is, all "
-        "are alike, or the seeds, hours or tokens are used up",
+        "train further seeds of the settings that can still be best, until one is best, all are "
+        "alike, or the seeds, hours or tokens are used up",
         default=False,
         acts=(_IN_A_GRID, _NO_SCREEN),
     )
     first_seeds: int = knob(
-        "seeds of each setting before the first look, with sweep.decide",
+        "seeds of each setting before the first interim analysis, with sweep.decide",
         2,
         at_least=2,
         default=2,

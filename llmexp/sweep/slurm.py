@@ -58,7 +58,7 @@ class Knobs:
     account: str | None = knob("account that is charged; null: the user's default", "lab")
     qos: str | None = knob("quality of service; null: the user's default", "high")
     timeout_min: int | None = count(
-        "time limit in minutes, after which a run saves, queues again and goes on; null: the "
+        "time limit in minutes, after which a run saves, queues again and continues; null: the "
         "partition's",
         240,
     )
@@ -295,7 +295,7 @@ class Slurm:
         if jobs:
             arrays = dict.fromkeys(job.handle.partition("_")[0] for job in jobs)
             way = f"to cancel them: scancel {' '.join(arrays)}"
-            self._say(f"the jobs go on without this command; {way}")
+            self._say(f"the jobs continue without this command; {way}")
         jobs.clear()
         return 0
 

@@ -45,7 +45,7 @@ def open_ledger(current: Current) -> None:
     """Make the sweep's folder with its ledger, or find it, and lock it. Raises ConfigError."""
     path, resumed = current.where, current.resumed
     if resumed and not os.access(path, os.W_OK | os.X_OK):
-        way = "copy the sweep to one that can, with all its runs, and go on there"
+        way = "copy the sweep to one that can, with all its runs, and continue there"
         raise refuse(
             "disk", "sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep"
         )
@@ -55,7 +55,7 @@ def open_ledger(current: Current) -> None:
     arguments, there = recordable(current.arguments), ledgers.is_sweep(path)
     if there and not resumed:
         again = typed("sweep.resume", path)
-        raise ConfigError("exists", f"{path}: holds a sweep already; to go on with it: {again}")
+        raise ConfigError("exists", f"{path}: holds a sweep already; to continue it: {again}")
     if there:
         ledger = ledgers.read_ledger(path)
     else:
@@ -63,10 +63,10 @@ def open_ledger(current: Current) -> None:
         ledger.grid = current.grid
     if resumed and not there:
         runs = plural(len(ledger.points), "run")
-        say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
+        say(f"{path / ledgers.LEDGER}: is missing and is rebuilt from {runs}")
     if ledger.grid != current.grid:
         kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
-        text = f"is a {kind}, which cannot go on as a {other}; leave sweep.resume out"
+        text = f"is a {kind}, which cannot continue as a {other}; leave sweep.resume out"
         raise refuse("other_run", "sweep.resume", path, text)
     ledger.launcher, ledger.arguments = current.launcher, arguments
     given = any(o.lstrip("+").startswith("sweep.min_effect=") for o in current.arguments)
@@ -257,7 +257,7 @@ def lengthened(current: Current, new: Sequence[Point]) -> dict[str, LedgerEntry]
             placed = dataclasses.replace(point, entry=entry, where=ledger.path)
             asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
     if asked and current.knobs.halving is not None:
-        text = "decides by shares of the old budget; to train all points on"
+        text = "selected runs at shares of the old budget; to train all runs further"
         raise refuse("conflict", "sweep.halving", current.knobs.halving, text, "null")
     _, refused = current.checker.check(asked, "lengthen")
     if refused:
@@ -285,12 +285,12 @@ def refuse_shared(
         if own or len(values) > 1 or repr(value) in values:
             continue
         old = others[0].get(key)
-        way = "new points come from keys with several values, others from a sweep of their own"
+        way = "new runs come from keys with several values, others from a sweep of their own"
         if key.endswith("._target_"):
             raise ConfigError(
-                "other_run", f"{section}: all points of {ledger.path} share another one; {way}"
+                "other_run", f"{section}: all runs of {ledger.path} share another one; {way}"
             )
-        text = f"all points of {ledger.path} have {short_value(old)}; {way}"
+        text = f"all runs of {ledger.path} have {short_value(old)}; {way}"
         both = f"{short_value(old)},{short_value(value)}"
         raise refuse(
             "other_run", key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None

@@ -72,7 +72,7 @@ class Console:
                 self._reported = True
                 lost = (
                     f"WARNING: {self._log_path} cannot be written ({self.failure.strerror}); "
-                    "the run goes on"
+                    "the run continues"
                 )
                 self._guard(lambda: self._print(lost))
             self._guard(lambda: self._print(printed))

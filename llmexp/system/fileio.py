@@ -147,7 +147,7 @@ def open_plain(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "is no plain file", str(path))
+        raise OSError(errno.EINVAL, "is not a plain file", str(path))
     return os.fdopen(handle, "rb")
 
 
@@ -170,7 +170,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse)
@@ -198,8 +198,8 @@ def check_format(path: Path, there: Any, ours: int) -> None:
     if there != ours:
         raise ConfigError(
             "other_format",
-            f"{path}: format={there}: this version of llmexp reads format {ours}; go on with the "
-            "version that wrote it, or begin anew in another folder",
+            f"{path}: format={there}: this version of llmexp reads format {ours}; use the version "
+            "that wrote it, or start again in another folder",
         )
 
 

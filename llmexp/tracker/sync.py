@@ -55,13 +55,15 @@ def sync(
         check_stores([to], "--to")
         if anew or dry_run or answer:
             raise ConfigError(
-                "conflict", f"--to {to}: has neither --anew nor --dry-run nor --answer"
+                "conflict", f"--to {to}: has neither --new nor --dry-run nor --answer"
             )
         return upload_all(runs, False, to)
     sweeps = [s for s in dict.fromkeys(run.parent for run in runs) if ledger.is_sweep(s)]
     if answer and not sweeps:
         example = "llmexp sync --answer outputs/default/2030-01-01_12-00-00"
-        raise ConfigError("not_a_run", f"--answer {paths[0]}: is no sweep; for example {example}")
+        raise ConfigError(
+            "not_a_run", f"--answer {paths[0]}: is not a sweep; for example {example}"
+        )
     sweeps = [s for s in sweeps if answer or upload_is_pending(s)]
     if dry_run:
         code = max([_take(run, anew, dry=True) for run in runs])
@@ -109,7 +111,7 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
     behind = sum(code != COMPLETE for code in codes)
     if not behind:
         return COMPLETE
-    again = "the same command without --anew" if anew else "the same command"
+    again = "the same command without --new" if anew else "the same command"
     of = f"{behind} of {plural(len(runs), 'run')} {'is' if behind == 1 else 'are'} not complete"
     print(f"{of} in the tracker; {again} tries once more")
     return INCOMPLETE
@@ -213,10 +215,10 @@ def upload_run(run: Path, records: _Records, to: str) -> tuple[str, bool]:
     line = f"{done.sent:,} of {done.rows:,} rows sent, {records.state}: {done.where}"
     more = 0 if done.there is None else done.there - done.rows
     if more < 0:
-        text = "earlier rows are missing there and wandb takes none in between: --anew"
+        text = "earlier rows are missing there, and wandb only appends: --new"
         return f"{line}; {-more:,} {text}", False
     if more > 0 and not records.lost:
-        text = "rows that the run does not have (--anew makes an exact copy)"
+        text = "rows that the run does not have (--new makes an exact copy)"
         line += f"; the tracker has {more:,} {text}"
     return _with_loss(line, records)
 

@@ -81,12 +81,12 @@ class Wandb(Store):
         # Asked here, because wandb would prompt for a key on a terminal.
         self._online = mode in ("auto", "online") and has_login(server)
         if mode == "online" and not self._online:
-            self._warn("no login (WANDB_API_KEY, or `wandb login`), going on offline")
+            self._warn("no login (WANDB_API_KEY, or `wandb login`); runs offline")
         if self._online:
             try:
                 return self._init("online", files, *limits)
             except Exception as error:
-                self._warn(f"{server.base_url} does not work ({one_line(error)}), going on offline")
+                self._warn(f"{server.base_url} does not work ({one_line(error)}); runs offline")
                 forget_wandb(kill=True)
                 self._online = False
         return self._init("offline", files, *limits)

@@ -169,7 +169,7 @@ def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, mus
     if loop.out.main:
         reason = error or f"{ranks} could not write; its log says why"
         saved = loop.newest_step
-        newest = "there is none yet" if saved is None else f"the newest is of step {saved}"
+        newest = "none is saved so far" if saved is None else f"the newest is of step {saved}"
         count = f"failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
         console.line(f"WARNING: {what} ({reason}); {newest}; {count}")
     elif error is not None:

@@ -136,7 +136,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
 
         extending.run(path, old, parts, loaded)
     if not recorded:
-        print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
+        print(f"llmexp: {path / rundir.RUN}: is missing and is rebuilt", file=sys.stderr)
     before, now = recorded.get("environment"), environment(parts)
     if before is not None and (changed := [k for k in before | now if before.get(k) != now.get(k)]):
         text = f"the environment has another value of {', '.join(sorted(changed))} now"
@@ -147,7 +147,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
     if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
         text = f"the data changed since the run started ({parts.run.data})"
-        way = "if no file did, go on with the version of llmexp that began the run"
+        way = "if no file did, continue with the version of llmexp that began the run"
         raise ConfigError("other_run", f"{where}: {text}; {way}")
 
 

@@ -48,7 +48,7 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
     except ValueError as error:
         asked = f"{layout.nnodes} x {layout.nproc_per_node}"
         again = rundir.how_to_resume(path, "parallelism.nproc_per_node=2")
-        text = f"{error}; start as many, or go on with other numbers: {again}"
+        text = f"{error}; start as many, or continue with other numbers: {again}"
         key = "parallelism.nnodes x parallelism.nproc_per_node"
         raise ConfigError("wrong_ranks", f"{key}={asked}: {text}") from None
     if not joined.distributed:
@@ -146,7 +146,7 @@ def why_absent(path: Path, rank: int, world_size: int, error: str, timeout_s: fl
     there = ", ".join(f"{host} ({mesh.numbered(hosts[host])})" for host in sorted(hosts))
     return (
         f"all ranks waited {timeout_s:g} s for each other and none arrived; is the network between "
-        f"their hosts cut? {there}"
+        f"their hosts down? {there}"
     )
 
 

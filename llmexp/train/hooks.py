@@ -116,9 +116,8 @@ class UserHooks(Feature):
                 ) from error
             if gradients and [*map(id, loop.setup.gradients)] != [*map(id, gradients)]:
                 raise TrainingFailed(
-                    f"the hook {name} put another tensor in the place of a gradient at {event} of "
-                    f"step {step}, which is not measured and clipped; change it in place, such as "
-                    f"p.grad.mul_(2){place(hook)}"
+                    f"the hook {name} replaced a gradient at {event} of step {step}, which would "
+                    f"not be clipped; change it in place, such as p.grad.mul_(2){place(hook)}"
                 )
             try:
                 # without a row a tensor is not read: that would make the host wait for nothing

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmexp.folders import rundir
 from llmexp.folders.rows import Figures
 from llmexp.metrics.keys import figures_in
+from llmexp.metrics.lines import format_row
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
 from llmexp.system.text import duration
 from llmexp.train.state import Loop
+
+_TRAINING: dict[str, Callable[[Any], str]] = {
+    "tokens_seen": "{:,} target tokens".format,
+    "own tokens_seen": "{:,} of them since the fork".format,
+    "train_time": duration,
+    "mean tokens_per_sec": "{:,.0f} tokens/s".format,
+    "peak_memory_gib": "{:.3g} GiB of memory".format,
+}
 
 
 def summarise(loop: Loop) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def say_the_end(
     stopped = f"preempted by {cause} {reached}, checkpoint saved"
     sections = [
         ("result", f"finished {reached}" if state == "finished" else stopped),
-        *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
+        *_figures(summary),
         *told(loop, "words"),
         *last_words,
     ]
@@ -111,9 +121,15 @@ def say_the_end(
         console.line(f"{label:<{column}}{text}")
 
 
-def _figure(key: str, value: Any) -> str:
-    if key == "train_time":
-        return duration(value)
-    if isinstance(value, int) or "per_sec" in key:
-        return f"{value:,.0f}"
-    return f"{value:,.4f}"
+def _figures(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the training took, counts that are not 0, and losses; status.json has more."""
+    counts = {k: n for k, n in summary.items() if isinstance(n, int) and n and k not in _TRAINING}
+    parts = [show(summary[key]) for key, show in _TRAINING.items() if summary.get(key)]
+    yield (
+        "training",
+        ", ".join([*parts, *(f"{n:,} {k}" for k, n in counts.items() if k != "steps")]),
+    )
+    for when in ("final ", "latest ", "best "):
+        row = {k.removeprefix(when): v for k, v in summary.items() if k.startswith(when)}
+        if row and row != {"val/loss": summary.get("final val/loss")}:
+            yield when, " ".join(format_row(row, 0).split()).replace(" |", ",")

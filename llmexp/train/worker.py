@@ -115,7 +115,7 @@ def begin_run(
     if not os.access(path, os.W_OK | os.X_OK):
         copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
         again = rundir.command_on(path, "resume", "/tmp/run")
-        way = f"copy it to one that can, and go on there: {copy} && {again}"
+        way = f"copy it to one that can, and continue there: {copy} && {again}"
         raise ConfigError("disk", f"{path}: this folder cannot be written; {way}")
     if request.get("queue"):
         with rundir.locked(path):

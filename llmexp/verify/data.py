@@ -67,7 +67,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     except DataChanged as error:  # what is left could not be looked at
         changed = str(error)
     if changed:
-        checks.append(Check("the files stayed as they were meanwhile", False, note=changed))
+        checks.append(Check("the files did not change meanwhile", False, note=changed))
     return checks
 
 
@@ -172,7 +172,7 @@ def check_order(parts: Parts) -> list[Check]:
                 differing.append(f"step {step + 1:,} on rank {rank}: {text}")
     cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
     place = "of their place in the ramp" if run.ramp else f"[s x {real}, (s + 1) x {real})"
-    what = f"windows, cut into {cut_text}, hold the sequences {place}"
+    what = f"batches, in layout {cut_text}, hold the sequences {place}"
     looked = len(sampled) * len(ranks)
     return [*checks, none_differ(what, differing, looked, "sampled, the last one among them")]
 
@@ -254,7 +254,7 @@ def other_window(order: Sampler, cut: RankSlice, step: int) -> str:
     if len(surplus):
         return f"row {len(starts) + surplus[0]}, which is missing, is not masked"
     if window.target_count != valid:
-        return f"the window says {window.target_count} targets, {valid} are there"
+        return f"the batch claims {window.target_count} targets, {valid} are there"
     return ""
 
 
@@ -265,7 +265,7 @@ def check_sources(parts: Parts) -> list[Check]:
     """
     if not parts.corpus.is_text:
         return []
-    what = "was prepared from what is there now"
+    what = "was prepared from the files of today"
     try:
         sources, remote = sources_of(parts.config.data, keep=False)
         works = works_of(sources, parts.tokenizer, remote)

@@ -241,7 +241,7 @@ def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, l
         return own, []
     counts[counts * 2 > len(targets)] = 0
     if not counts.any():
-        text = "one id makes up more than half of the data, alone"
+        text = "a single id makes up more than half of the data"
         return None, [Check("masked targets", None, note=text)]
     return int(counts.argmax()), []
 
@@ -341,7 +341,7 @@ def within_limit(what: str, found: float, limit: float, note: str = "") -> Check
     """Check a limit; one as large as the thing itself proves nothing, since anything keeps it."""
     if math.isfinite(limit) and limit < MEANINGLESS:
         return at_most(what, found, limit, note)
-    why = "rounding alone moves the reference this far, or it does not move at all"
+    why = "rounding alone moves the reference this far"
     notes = filter(None, (note, f"{why}, so it shows nothing"))
     return Check(what, None, found, limit, "; ".join(notes))
 

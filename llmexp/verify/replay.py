@@ -70,7 +70,7 @@ def repeat(wanted: ReplayOf) -> dict[str, Any]:
     if (bad := found["differs"]) is not None:
         raise ConfigError(
             "cannot_verify",
-            f"{wanted.run}: step {bad['step']} came out otherwise than the run recorded it: "
+            f"{wanted.run}: step {bad['step']} differs from what the run recorded: "
             f"{bad['figure']} {bad['replayed']!r}, in its row {bad['row']!r}; a replay needs the "
             "machine, the versions and the code of the run, and on a GPU a run with "
             "train.deterministic=true (llmexp verify determinism)",
@@ -120,7 +120,7 @@ def verdict(
     usual = statistics.median(norms) if len(norms) >= FEWEST else median
     figures: dict[str, Any] = {"usual_norm": usual}
     if not (usual > 0 and median > 0):
-        text = f"step {step:,} cannot be judged: the windows near it have gradients of norm 0."
+        text = f"step {step:,} cannot be judged: the steps near it have gradients of norm 0."
         return {"cause": None, **figures, "sentence": text}
     if "grad_norm" not in here:
         later = [norm / usual for _, _, norm in found["later"]]
@@ -142,7 +142,7 @@ def verdict(
         cause = "data"
     elif far:
         cause = ""
-    named = {"none": "no spike", "": "cannot tell"}.get(cause, f"the {cause}")
+    named = {"none": "no spike", "": "no verdict"}.get(cause, f"the {cause}")
     text = f"{named}: step {step:,} has {_sizes(times, rise)}; with the weights of step {begin:,} "
     text += f"its batch has {_sizes(times_there, rise_there)}"
     figures |= {"times_here": times, "times_there": times_there, **known}
@@ -181,7 +181,7 @@ def by_loss(
     nearer = [s for s in saved if begin < s < step][-1:] or [s for s in saved if s >= step][:1]
     way = "no nearer one is kept: a run with a smaller checkpoint.every has them"
     if nearer:
-        way = f"look from a nearer one: --from {nearer[0]}"
+        way = f"compare with a nearer one: --from {nearer[0]}"
     return figures, rise > unusual, f"{text}; {way}"
 
 

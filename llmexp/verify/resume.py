@@ -49,7 +49,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     try:
         kills = kill_again_and_again(broken, plan, unbroken, wanted)
     except Broken as error:
-        return [Check("the run goes on after each kill", False, note=str(error))]
+        return [Check("the run continues after each kill", False, note=str(error))]
     return [*hits(kills, wanted, record.starts(broken)), *compare_ends(unbroken, broken)]
 
 
@@ -77,7 +77,7 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) ->
         newer = [k.saved for k in kills if max(starts[k.starts :][:1], default=0) <= k.saved]
         saved = any(k.saved for k in kills)
         if not saved:
-            note += ": it began anew each time, which proves nothing; more --steps, for example "
+            note += ": each attempt began at step 0, which proves nothing; for example "
             note += "--steps 40"
         elif newer:
             note += f"; but there was a checkpoint of step {', '.join(map(str, newer))}"
@@ -96,7 +96,7 @@ def compare_ends(unbroken: Path, broken: Path) -> list[Check]:
         try:
             run.loaded  # noqa: B018 (is read)
         except (CheckpointError, IndexError) as error:
-            why = "there is none" if isinstance(error, IndexError) else str(error)
+            why = "none was saved" if isinstance(error, IndexError) else str(error)
             return [Check("both runs have left a checkpoint", False, note=f"{run.path}: {why}")]
     more = sorted({*a.loaded.tensors, *b.loaded.tensors} - {"model", "optimizer"})
     others = sorted({*a.loaded.state, *b.loaded.state} - {"optimizers", "scaler"})
@@ -179,7 +179,7 @@ def kill_again_and_again(
                 wanted.pop(0)
         if not wanted or attempt == _TRIES:
             break
-        print("the run ended before it could be killed again; once more from the start", flush=True)
+        print("the run ended before it could be killed again; trying again", flush=True)
         shutil.rmtree(path)
     try:
         runs.train_recorded(path, plan)

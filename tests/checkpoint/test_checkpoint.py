@@ -260,7 +260,7 @@ def indexed(at: int, value: Any) -> Callable[[dict], dict]:
 # tests/faults/test_records.py.
 DAMAGE = {
     "100": lambda content: [],
-    f"'../{MODEL}', which is no file of a checkpoint": moved_out,
+    f"'../{MODEL}', which is not a file of a checkpoint": moved_out,
     "the index in manifest.json does not match": lambda content: without(content, "index"),
     "scale do not add up": indexed(4, [1]),
     "names 'state.json', which the manifest": indexed(0, "state.json"),

@@ -160,7 +160,7 @@ def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
     assert "optimizer.beta2=0.1" in step.words
     assert "the 3 largest effects are asked for" in step.why
     fail(path, "3-p3")
-    assert step_of(path).why == "a screen is judged once all of its runs are there."
+    assert step_of(path).why == "a screen is judged once all of its runs have finished."
 
 
 def test_the_command_prints_what_python_returns(tmp_path, capfd, monkeypatch):

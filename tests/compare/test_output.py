@@ -125,7 +125,7 @@ def test_a_bad_path_beside_a_run_is_a_line_and_programs_get_errors_as_json(sweep
     (tmp_path / "empty").mkdir()
     done = run_here(capfd, "compare", str(tmp_path / "empty"), str(sweep))
     assert done.code == 0
-    assert "is no run" in done.err
+    assert "is not a run" in done.err
     assert "clip" in done.out
     for command in ("compare", "next", "runs"):
         done = run_here(capfd, command, str(tmp_path / "nope"), "--json")

@@ -95,7 +95,7 @@ def test_unlike_batches_are_ranked_only_where_their_evaluations_are_alike(runs, 
              "batch.real_batch_size=8,12", "train.eval_every=8"]  # fmt: skip
     unlike, alike = runs(*asked), runs(*asked, "train.eval_every_tokens=500")
     noted = [" ".join(of.err.split()) for of in (unlike, alike)]
-    start = "note: these points are evaluated every 768 to 1,152 tokens; for evaluations"
+    start = "note: these runs are evaluated every 768 to 1,152 tokens; for evaluations"
     assert [start in text for text in noted] == [True, False]
     found = llmexp.compare(unlike.folder).data
     assert (found["align_at"], found["runs"][0]["mark"]) == (None, "lowest")

@@ -195,5 +195,5 @@ def test_offline_folders_are_read_without_a_network(tmp_path: Path) -> None:
     one.write_bytes(one.read_bytes()[:-3000])  # as a kill leaves it
     assert len(compare(tmp_path / "wandb").comparison.runs) == 9
     one.write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="is no file of wandb"):
+    with pytest.raises(ConfigError, match="is not a file of wandb"):
         compare(one.parent)

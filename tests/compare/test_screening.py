@@ -170,7 +170,7 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(runs, tmp
     assert "lr=0.03 instead of 0.0001 lowers val loss by" in found["headline"]
     start = "Resolution IV: no effect is that of a pair"
     assert any(note.startswith(start) for note in found["notes"])
-    assert "Only more seeds" not in " ".join(found["why"])  # the screen tells from one
+    assert "Few seeds" not in " ".join(found["why"])  # the screen tells from one
     page = (sweep / "compare.html").read_text()
     assert all(name in page for name in ("half-normal quantile", "Effects on "))
     step = llmexp.next_step(sweep)
@@ -183,7 +183,7 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(runs, tmp
     found = llmexp.compare(sweep).data
     assert found["screen"] is None
     assert (
-        "Screen: it is judged once all of its runs are there, over the same seeds."
+        "Screen: it is judged when all of its runs have finished, over the same seeds."
         in found["notes"]
     )
     again = command("resume", str(sweep), cwd=tmp_path)

@@ -194,7 +194,10 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     files = {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": 1}
     (tmp_path / "run.json").write_text(json.dumps({"data_files": files}))
     told = ending.bus_error(tmp_path, -signal.SIGBUS)
-    assert "${oc.env:CANARY_DATA}/train.npy: this token file was cut from 1,000 to 10 bytes" in told
+    assert (
+        "${oc.env:CANARY_DATA}/train.npy: this token file was truncated from 1,000 to 10 bytes"
+        in told
+    )
     assert "canary-folder" not in told
 
 

@@ -91,11 +91,11 @@ WAYS = {
     "rewrite": (rewrite, True, WRITTEN),
     "rewrite, as rsync --inplace -t": (rewrite_and_set_the_time_back, True, WRITTEN),
     "append": (append, True, rf"{WRITTEN}, and has [\d,]+ bytes"),
-    "truncate": (lambda p: os.truncate(p, 300), True, r"was cut from 10,\d+ to 300 bytes"),
+    "truncate": (lambda p: os.truncate(p, 300), True, r"was truncated from 10,\d+ to 300 bytes"),
     "touch": (lambda p: os.utime(p), True, WRITTEN),  # a new time may be new ids
     "replace": (replace, False, "was replaced while it was in use"),
     "delete": (lambda p: p.unlink(), False, "was deleted"),
-    "rename and truncate": (cut_after_a_rename, True, "was cut from"),
+    "rename and truncate": (cut_after_a_rename, True, "was truncated from"),
 }
 
 
@@ -135,7 +135,7 @@ def test_a_change_during_the_first_scan_is_reported(path, monkeypatch):
 def test_a_cut_file_is_an_error_not_a_bus_error(path, read):
     opened = corpus(path)
     os.truncate(path, 300)
-    message = rf"{path.name}: this token file was cut from 10,\d+ to 300 bytes"
+    message = rf"{path.name}: this token file was truncated from 10,\d+ to 300 bytes"
     with pytest.raises(DataChanged, match=message) as caught:
         read(opened.train)
     # as such a run ends with it: no traceback, no second attempt
@@ -153,7 +153,7 @@ def test_a_file_that_is_cut_while_it_is_checked_is_an_error_not_a_bus_error(path
             os.truncate(path, 300)
 
     monkeypatch.setattr(TokenStream, "blocks", cut_meanwhile)
-    with pytest.raises(DataChanged, match="this token file was cut from"):
+    with pytest.raises(DataChanged, match="this token file was truncated from"):
         corpus(path)
 
 
@@ -169,7 +169,7 @@ def test_parts_and_arrays_in_memory_and_files_without_a_name(path):
         opened = Corpus(TokenStream([ids(), mapped]), TokenStream([ids(1)]), "")
         assert (len(opened.shards()), opened.check_content(), opened.states()) == (3, [], {})
         file.truncate(300)
-    with pytest.raises(DataChanged, match=r"was cut from 10,\d+ to 300 bytes"):
+    with pytest.raises(DataChanged, match=r"was truncated from 10,\d+ to 300 bytes"):
         opened.check_content()
     with pytest.raises(DataChanged):
         opened.train.read(N + 4000, 10)
@@ -228,7 +228,7 @@ corpus.train.read(4500, 100)
     assert ended.returncode == -signal.SIGBUS
     states = json.loads(ended.stdout)
     told = cut_files(states)
-    assert told.startswith(f"{path}: this token file was cut from 10,")
+    assert told.startswith(f"{path}: this token file was truncated from 10,")
     assert "to 300 bytes" in told
     write(path, np.append(ids(), 1))
     assert cut_files(states) == ""
@@ -292,7 +292,7 @@ def test_a_token_file_that_changes_under_a_run(tmp_path):
     failed = hooked("cut")
     assert failed.code == 3, failed.err
     for text in (failed.err, failed.json("status.json")["error"]):
-        assert "train.npy: this token file was cut from" in text
+        assert "train.npy: this token file was truncated from" in text
         assert "Traceback" not in text
     assert failed.json("status.json")["state"] == "failed"
     assert not failed.checkpoint(20).exists()
@@ -326,7 +326,7 @@ def test_a_token_file_that_changes_under_a_run(tmp_path):
     assert killed.code == 3
     for text in (killed.err, killed.json("status.json")["error"]):
         assert "signal 7 (SIGBUS)" in text
-        assert "train.npy: this token file was cut from" in text
+        assert "train.npy: this token file was truncated from" in text
 
 
 def pieces() -> bytes:

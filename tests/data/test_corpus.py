@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_whole_chunks_and_there_it_goes_on(files, monkeypatch
     made(files, cache_dir=f"{files}/whole")
     with small_disk(files / "small", "400k") as disk:
         cut = disk / "corpus"
-        with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left.*with room"):
+        with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left.*with free space"):
             made(files, cache_dir=str(disk))
         assert 1 <= len([*cut.rglob("*.json")]) < 8
         assert not [*cut.rglob(f"*{shards.TEMPORARY}")]
@@ -352,7 +352,7 @@ def test_a_shard_that_is_damaged_is_made_anew(files, damage):
 def test_records_that_are_left_out_are_counted(files):
     with open(files / "web.jsonl", "a") as file:
         file.write('{"text": 7}\n{"text": ""}\n')
-    with pytest.raises(ValueError, match="line 81: 'text' is no text but int"):
+    with pytest.raises(ValueError, match="line 81: 'text' is not text but int"):
         made(files)
     found = made(files, on_bad_record="skip")
     assert (found.table[0]["bad"], found.table[0]["empty"]) == (1, 1)

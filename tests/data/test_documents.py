@@ -70,7 +70,7 @@ def test_json_lines_and_arrays_and_texts(tmp_path, monkeypatch, ending):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"BZh91AY&SY....", "is cut short or damaged"),
+        (b"BZh91AY&SY....", "is truncated or damaged"),
         ("text".encode("utf-32"), "is text in UTF-32, not UTF-8; .* iconv -f UTF-32 -t UTF-8 .*/a"),
     ],
 )
@@ -99,7 +99,7 @@ def test_frames_and_members_one_after_the_other_are_one_file(tmp_path, ending):
     whole = pack(lines([str(n) * 50 for n in range(4000)]))
     path.write_bytes(whole[: len(whole) // 2])
     for skip in (True, False):
-        with pytest.raises(ValueError, match="is cut short or damaged"):
+        with pytest.raises(ValueError, match="is truncated or damaged"):
             read(path, skip=skip)
 
 
@@ -116,7 +116,7 @@ def test_any_text_survives(tmp_path_factory, texts):
         (b'{"text": "a"}\n{"text": \n', "line 2: no valid JSON"),
         (b'{"text": "a"}\n[1]\n', "line 2: no JSON object but list"),
         (b'{"body": "a", "n": 1}\n', "line 1: no key 'text'; the keys are: body, n"),
-        (b'{"text": 7}\n', "line 1: 'text' is no text but int"),
+        (b'{"text": 7}\n', "line 1: 'text' is not text but int"),
         (b'{"text": "\\ud800"}\n', "half a surrogate pair"),
         (b'{"text": "gr\xfc\xdfe"}\n', "line 1: no valid JSON"),
         (b'[{"text": "a"}, 123, "good"]', "item 2: neither a JSON object nor a text but int"),
@@ -146,7 +146,7 @@ def test_an_array_that_is_not_whole_is_refused(tmp_path, monkeypatch, content):
     """Nor is anything behind it passed over, such as a second one, of files that were joined."""
     monkeypatch.setattr("llmexp.data.sniffing.BLOCK_BYTES", 64)
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=r"item [12] is no valid JSON|behind its array of [02]"):
+    with pytest.raises(ValueError, match=r"item [12] is not valid JSON|behind its array of [02]"):
         read(tmp_path / "a.json", skip=True)
 
 
@@ -197,13 +197,13 @@ def test_rows_and_columns_of_tables_that_are_no_text(tmp_path):
             "content.body": "row 2: 'content.body' is null",
             "text": "no column 'text'; the columns are: content, n",
             "content.text": "no column 'content.text'; the fields of content are: body",
-            "content": "the column 'content' is no text but struct<body: binary>",
-            "n.body": "the column 'n' is no text but int64",
+            "content": "the column 'content' is not text but struct<body: binary>",
+            "n.body": "the column 'n' is not text but int64",
         }.items():
             with pytest.raises(ValueError, match=re.escape(reason)):
                 read(path, key=key)
         path.write_bytes(path.read_bytes()[:-60])
-        with pytest.raises(ValueError, match="is cut short or damaged"):
+        with pytest.raises(ValueError, match="is truncated or damaged"):
             read(path, key="content.body", skip=True)
 
 

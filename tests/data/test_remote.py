@@ -260,5 +260,5 @@ def test_the_proof_of_data_asks_a_server_and_remembers_nothing(tmp_path, monkeyp
         assert command([*proof, f"hydra.run.dir={tmp_path}/two"]) == 1
         record = json.loads((tmp_path / "two/verify.json").read_text())
         (failed,) = [check["what"] for check in record["checks"] if check["passed"] is False]
-        assert failed == "data.sources.web.files was prepared from what is there now"
+        assert failed == "data.sources.web.files was prepared from the files of today"
         assert kept == {path: path.read_bytes() for path in (tmp_path / "cache/notes").iterdir()}

@@ -137,7 +137,7 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     assert found["total"]["slots"] == 1
     assert not list(tmp_path.glob("llmexp-steps-*"))
     assert run(["plan", "--measure", *TINY, *DATA, "plan.device=l4"]) == 2
-    assert "--measure times the device that is there" in capsys.readouterr().err
+    assert "--measure times the device of this machine" in capsys.readouterr().err
 
 
 def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):

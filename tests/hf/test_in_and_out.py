@@ -189,7 +189,7 @@ def test_the_dropout_of_a_folder_applies_and_is_named(hf, tmp_path, capsys):
     assert command(["plan", "model=hf", f"model.path={folder}", *NO_MODEL]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "dropout 0.3 in training" in out
-    assert "in evaluation, as its code says" not in out
+    assert "in evaluation, as its code demands" not in out
     assert all(module.training for module in HuggingFace(str(folder)).modules())
 
 

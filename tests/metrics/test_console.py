@@ -388,7 +388,7 @@ def test_full_disk_on_the_log_is_kept_for_the_caller(tmp_path: Path) -> None:
     console.line("two")
     assert console.failure is first
     console.close()
-    said = "WARNING: /dev/full cannot be written (No space left on device); the run goes on\n"
+    said = "WARNING: /dev/full cannot be written (No space left on device); the run continues\n"
     assert stream.getvalue() == f"{said}one\ntwo\n"
 
     console = Console(tmp_path / "missing" / "train.log", 10, stream=stream)

@@ -291,7 +291,7 @@ def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path, k
     assert whole.code == 0, whole.err + whole.out
     expected = looks_of(tmp_path / "w")
     assert len(expected) > 1
-    assert "look 1, at 2 seeds: " in whole.out
+    assert "interim analysis 1, at 2 seeds: " in whole.out
 
     command, there = ["train", "-m", *TINY, *RUN, *GRID, *limits], tmp_path / "s"
     seeds = [look["seeds"][-1] for look in expected]
@@ -333,7 +333,7 @@ def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     assert "lr=0.05" in last["going"] + last["worse"]
     for given in ("train.seed=7", "sweep.first_seeds=3"):
         refused = llmexp("resume", "s", given, cwd=tmp_path)
-        says = f"{given}: the first look of this sweep"
+        says = f"{given}: this sweep beg"
         assert (refused.code, says in refused.err) == (2, True), refused.err
     assert json.loads((tmp_path / "s/sweep.json").read_text())["arguments"].count("-m") == 1
     # The last command names two of the three settings; a longer budget is for all.

@@ -132,7 +132,7 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
     for words, says in (
         (["resume", "cut", "clip.max_norm=0.5,1.0"], "clip.max_norm: all trials of a search"),
         (["resume", "cut", "train.seed=7"], "train.seed=7: all trials of a search have one seed"),
-        (grid, "sweep.resume=cut: is a search, which cannot go on as a grid"),
+        (grid, "sweep.resume=cut: is a search, which cannot continue as a grid"),
     ):
         refused = llmexp(*words, cwd=tmp_path)
         assert (refused.code, says in refused.err) == (2, True), refused.err
@@ -174,7 +174,7 @@ def test_a_search_ends_where_all_it_can_propose_is_there(tmp_path):
     more = ["sweep.search.rerun_top=0", "hydra.sweep.dir=s"]
     done = llmexp("train", "-m", *SMALL, *same, *more, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "it ends after 1 trial" in done.out + done.err
+    assert "stopping after 1 trial" in done.out + done.err
 
 
 def trials(count: int, effect: float, seed: int) -> list:

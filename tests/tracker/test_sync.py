@@ -172,10 +172,10 @@ def test_a_history_that_differs_is_reported_and_sent_anew(tmp_path: Path) -> Non
         write_position(run, MirrorPosition(run_id, 0, 0))
         code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert code == 1
-        for text in ("0 of 20 rows sent", "5 earlier rows are missing there", "--anew"):
+        for text in ("0 of 20 rows sent", "5 earlier rows are missing there", "--new"):
             assert text in lines[0]
         assert upload_command(run) is not None
-        code, (line,), _ = llmexp(tmp_path, "sync", "--anew", run, server=server.url)
+        code, (line,), _ = llmexp(tmp_path, "sync", "--new", run, server=server.url)
         assert (code, line.endswith(f"/proj/runs/{run_id}-2")) == (0, True)
         assert rows_of(server.runs[f"{run_id}-2"]) == make_rows(20)
 

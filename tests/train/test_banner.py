@@ -31,8 +31,8 @@ def test_start_time_rank_and_device(tmp_path):
     ("tokens", "rest"),
     [
         (1201, ""),
-        (1202, "; the last 1 token is too few for another"),
-        (1212, "; the last 11 tokens are too few"),
+        (1202, ", 1 token left over"),
+        (1212, ", 11 tokens left over"),
     ],
 )
 def test_an_epoch_in_steps_and_the_tokens_that_fill_no_sequence(
@@ -43,4 +43,4 @@ def test_an_epoch_in_steps_and_the_tokens_that_fill_no_sequence(
     out = " ".join(capsys.readouterr().out.split())
     assert f"train {tokens:,} tokens, 100 sequences of 12{rest}" in out
     assert out.partition("sequences of 12")[2].startswith(rest or " validation")
-    assert "= 288 tokens = 0.24 epochs (12.5 steps per epoch)" in out
+    assert "= 288 tokens = 0.24 epochs of 12.5 steps" in out

@@ -183,7 +183,7 @@ def test_the_data_go_on_by_sequences_or_begin_anew(trunk):
     """Another real batch reads on at the same sequence: 4 steps of 8 sequences are 8 of 4, so a run
     that has taken 4 sequences a step from the start reads the same windows."""
     small = fork(trunk, "small", "batch.real_batch_size=4", "train.max_steps=8")
-    assert "go on at sequence 32, where the parent was" in " ".join(small.out.split())
+    assert "continue at sequence 32, where the parent was" in " ".join(small.out.split())
     run = small.json("run.json")
     assert (run["total_sequences"], run["max_tokens"]) == (48, 48 * 12)
     four = ["train.max_steps=12", "batch.gradient_accumulation_steps=1"]
@@ -328,7 +328,7 @@ def test_an_extended_run_is_the_longer_one(trunk):
 
 @pytest.mark.parametrize(
     ("value", "order"),
-    [(None, "go on at sequence 64"), ({"files": 7}, "start again at sequence 0: the content")],
+    [(None, "continue at sequence 64"), ({"files": 7}, "start again at sequence 0: the content")],
 )
 def test_data_that_a_parent_did_not_record_are_taken_for_the_same(
     trunk, here, tmp_path, value, order

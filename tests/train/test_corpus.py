@@ -93,7 +93,7 @@ def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
     for more in (["data.val_main=far"], [new, "data.on_bad_record=skip"]):
         parent = planned([*fork, *more]).run.parent
         assert parent.sequences == 24
-        assert parent.order == "go on at sequence 24, where the parent was"
+        assert parent.order == "continue at sequence 24, where the parent was"
     parent = planned([*fork, "data.val.near.share=0.2"]).run.parent
     assert parent.order.startswith("start again at sequence 0: data.val.near.share differs from")
 

@@ -108,7 +108,9 @@ def test_cuts_of_a_ramp_are_one_computation(made):
     shown = llmexp("compare", *folders, "--json", cwd=made("2x1").folder.parent)
     found = printed("compare", shown.out)
     assert found["batch"] == "iso-batch"
-    assert any("real_batch_size 4 to 16; only its cut" in line for line in found["why"])
+    assert any(
+        "real_batch_size 4 to 16; only the micro-batch layout" in line for line in found["why"]
+    )
 
 
 def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):

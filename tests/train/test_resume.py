@@ -172,7 +172,7 @@ def test_a_lost_run_json_is_written_anew(runs, settings, whole, tmp_path):
     cut = runs.copy(tmp_path / "cut", *settings, step=15)
     before = cut.json("run.json")
     (cut.folder / "run.json").unlink()
-    assert "run.json: is not there and is written anew" in goes_on(cut, whole).err
+    assert "run.json: is missing and is rebuilt" in goes_on(cut, whole).err
     anew = cut.json("run.json")
     assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides", "place"}
 

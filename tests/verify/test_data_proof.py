@@ -98,7 +98,9 @@ def test_a_corpus_in_memory_and_several_ranks_pass(here: Path) -> None:
     two = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
     code, checks = verify("data=synthetic", "data.n_tokens=5000", *two, *batch)
     assert code == 0
-    (windows,) = (c for name, c in checks.items() if name.startswith("windows, cut into 3 x 2 x 2"))
+    (windows,) = (
+        c for name, c in checks.items() if name.startswith("batches, in layout 3 x 2 x 2")
+    )
     assert "[s x 12, (s + 1) x 12)" in windows["what"]
     assert windows["found"].startswith("0 of ")
 
@@ -157,7 +159,7 @@ def test_shards_of_another_text_behind_a_stale_note_fail(
     assert failures(verify(*data)) == []
     Path(f"{changed}.txt").write_text("x" * 4000)
     (name,) = failures(verify(*data))
-    assert name.endswith("was prepared from what is there now")
+    assert name.endswith("was prepared from the files of today")
     assert keys[changed] in name
 
 
@@ -331,11 +333,12 @@ def test_a_reader_that_gives_something_else_fails(
     assert failures(verify(*SYNTHETIC, *more)) == []
     monkeypatch.setattr(place, name, wrong)
     (failed,) = failures(verify(*SYNTHETIC, *more))
-    assert failed.startswith("windows, cut into")
+    assert failed.startswith("batches, in layout")
 
 
 @pytest.mark.parametrize(
-    ("change", "note"), [(os.utime, ""), (lambda path: os.truncate(path, 1000), "was cut from")]
+    ("change", "note"),
+    [(os.utime, ""), (lambda path: os.truncate(path, 1000), "was truncated from")],
 )
 def test_a_file_that_changes_meanwhile_fails(
     here: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], note: str
@@ -347,7 +350,7 @@ def test_a_file_that_changes_meanwhile_fails(
     monkeypatch.setattr(proof, "check_order", lambda parts: (change(path), check_order(parts))[1])
     found = verify(*TOKENS)
     (name,) = failures(found)
-    assert name == "the files stayed as they were meanwhile"
+    assert name == "the files did not change meanwhile"
     assert note in found[1][name]["note"]
     assert found[1][f"token ids of {path} in range"]["passed"] is True
 

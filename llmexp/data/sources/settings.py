@@ -80,7 +80,7 @@ class Knobs:
     max_epochs = Annotated[
         float | None,
         knob(
-            "refuse a run that walks a source more often than this; null: say it only",
+            "refuse a run that walks a source more often than this; null: only warn",
             4.0,
             above=0,
             affects="nothing",

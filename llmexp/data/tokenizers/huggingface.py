@@ -34,7 +34,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_str(self.content)
         except Exception as error:  # of the library's Rust side
             raise refuse(
-                "damaged_file", "tokenizer.path", path, f"is no tokenizer.json ({error})"
+                "damaged_file", "tokenizer.path", path, f"is not a tokenizer.json ({error})"
             ) from None
         self.is_cuttable = _is_cuttable(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document

@@ -124,7 +124,7 @@ def read_ranks(
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            text = f"line {number} is no token and its number (base64, a space, a number)"
+            text = f"line {number} is not a token and its number (base64, a space, a number)"
             raise refuse("damaged_file", "tokenizer.path", path, text) from None
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:

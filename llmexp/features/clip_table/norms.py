@@ -115,7 +115,7 @@ def clip_line(summary: dict[str, Any], own: float | None, what: str = "steps") -
     parts = []
     if row:
         mean = f", mean coefficient {row['coefficient']:.3f}" if "coefficient" in row else ""
-        parts.append(f"{row['share']:.1%} of {what} clipped{at}{mean}")
+        parts.append(f"{100 * row['share']:.3g} % of {what} clipped{at}{mean}")
     if quantiles := [f"{q} % {value:.4g}" for q, value in summary["quantiles"].items()]:
-        parts.append(f"quantiles: {', '.join(quantiles)}")
+        parts.append(f"quantiles {', '.join(quantiles)}")
     return "; ".join(parts)

@@ -20,7 +20,7 @@ def section(c: Result) -> Section:
     """Return how often each run was clipped, and how often other limits would have clipped it."""
     found = [(*run, seen) for run in runs(c) for seen in looked_at(run[2])]
     most = max((len(seen.get("table", ())) for *_, (_, _, seen) in found), default=0)
-    heads = ["Run", "Looks at", "Limit", "Share clipped", "Median", "90 %", "99 %"]
+    heads = ["Run", "Measure", "Limit", "Share clipped", "Median", "90 %", "99 %"]
     rows = []
     for colour, name, _, (what, limit, seen) in found:
         at = [seen.get("quantiles", {}).get(q) for q in ("50", "90", "99")]
@@ -29,9 +29,9 @@ def section(c: Result) -> Section:
             cells.append(Cell(": ".join(shown(other[key], 3) for key in ("limit", "share"))))
         rows.append(Row(colour, name, cells))
     text = (
-        "Of steps by the norm, the largest entry, the norm of a group or the largest attention "
-        "logit; of units, tensors and heads by themselves. Shares at other limits are by what each "
-        "run has seen: under another limit it would have taken another path."
+        "Shares of steps, or of units, tensors or heads, that were clipped. Those at other limits "
+        "are for the norms that the run has seen; under another limit it would have trained "
+        "differently."
     )
     heads += ["At another limit"] * most
     return Section("clip", "Gradient clipping", (), heads, rows, text, folded=True)

@@ -17,7 +17,7 @@ from llmexp.system.text import gib
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.building import draws_by_blocks
 
-MORE = "llmexp plan plan.device=cpu says what would fit"
+MORE = "llmexp plan plan.device=cpu prints what would fit"
 
 
 def known(config: Config, run: Run) -> dict[str, str]:

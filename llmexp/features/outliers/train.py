@@ -58,7 +58,7 @@ class Outliers(Feature):
             skipped_here = outcome.skipped and not held  # not by another feature
             self._judge.add(outcome.loss, outcome.grad_norm, skipped=skipped_here)
             if self._judge.skipped == LASTING:
-                words = f"{LASTING} in a row: their level counts as the usual one now"
+                words = f"{LASTING} in a row: this level counts as usual from now on"
                 self.loop.out.console.line(words)
         if any(stage.first_step == step for stage in self.loop.run.stages[1:]):
             self._judge.forget()  # the next step has another batch, and other norms

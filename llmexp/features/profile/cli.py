@@ -14,5 +14,5 @@ def check_resume(config: Config, path: Path, given: Sequence[str]) -> None:
     first, step = knobs_of(config, Knobs).profile_start, rundir.newest_step(path)
     key = "train.profile_start"
     if key in given and first is not None and step is not None and first <= step:
-        text = f"is not after the checkpoint that the run goes on from, which is of step {step}"
+        text = f"is not after the checkpoint that the run resumes from, which is of step {step}"
         raise refuse("out_of_range", key, first, text, step + 1)

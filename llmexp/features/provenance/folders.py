@@ -98,7 +98,7 @@ def record(run_dir: Path, resumed: bool) -> None:
         _write(run_dir, resumed)
     except Exception as error:  # whatever it is, it is not worth a training run
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        warn(f"{run_dir / FOLDER} could not be written: {why}; the run goes on")
+        warn(f"{run_dir / FOLDER} could not be written: {why}; the run continues")
 
 
 def _write(run_dir: Path, resumed: bool) -> None:

@@ -149,7 +149,7 @@ def rose_first(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
 def what_rose(steps: list[dict[str, Any]], first: dict[str, Any] | None) -> str:
     """Return what rose first in the steps before, for a line."""
     if len(steps) <= CALM:  # since a resume
-        return f"{len(steps)} measured steps do not tell which module rose first"
+        return f"{len(steps)} measured steps do not show which module rose first"
     if first is None:
         return f"no module rose to {RISE} times its level before"
     figure = {"grad_norm": "gradient", "update_norm": "update"}[first["figure"]]

@@ -31,7 +31,7 @@ class Knobs:
     reference = Annotated[
         Reference,
         knob(
-            "the tuned run that linear, sqrt, power_lines, t_epoch and reference go on from, such "
+            "the tuned run that linear, sqrt, power_lines, t_epoch and reference start from, such "
             "as {lr: 1e-3, B: 4096}: lr, weight_decay, N, D, C, B",
             {"lr": 1e-3, "B": 4096},
             default={},

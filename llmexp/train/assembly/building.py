@@ -183,7 +183,7 @@ def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> li
     held = gib(sum(t.nbytes for t in model.state_dict().values()))
     return [
         f"model: each rank builds all of {section['_target_']} before it keeps its part: {held} "
-        "GiB of its host's memory, which the models of llmexp do without"
+        "GiB of its host's memory, which the models of llmexp do not need"
     ]
 
 
@@ -308,7 +308,7 @@ def left_in_evaluation(model: nn.Module) -> list[str]:
     if not all(names):  # its root
         names = ["all of it"]
     verb = "stays" if len(names) == 1 else "stay"
-    text = f"{verb} in evaluation, as its code says: no dropout, and running statistics stand still"
+    text = f"{verb} in evaluation, as its code demands: no dropout, and frozen running statistics"
     return [f"model: {first_of(names, 4)} {text}"] if names else []
 
 

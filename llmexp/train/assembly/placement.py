@@ -120,8 +120,8 @@ def check_ranks(several: Sequence[Traits], layout: Layout) -> None:
     """Raise ConfigError for an optimizer with such traits that these ranks cannot share."""
     for traits in several:
         if layout.shard_size * layout.tensor_parallel_size > 1 and not traits.parts:
-            why = "each rank would hold parts of tensors, and its update of a part is not known to"
-            text = f"{why} be that part of its update of the whole; take parallelism=ddp or single"
+            why = "each rank would hold parts of tensors, and its update of a part may not be"
+            text = f"{why} that part of the whole update; take parallelism=ddp or single"
             raise refuse("unsupported", traits.key, traits.name, text)
         if layout.dp_size > 1 and traits.draws:
             text = "draws random numbers, other ones on each rank; take parallelism=single"
@@ -157,7 +157,7 @@ def _check_tensor_parallel(config: Config, tp: int, loss: SummedLoss) -> None:
             text = "experts and their losses need the whole sequences"
             raise refuse("unsupported", "parallelism.sequence_parallel", True, text, False)
         if not is_shipped(loss.model):
-            text = f"{config.model['_target_']} is none of the models that know how to share tokens"
+            text = f"{config.model['_target_']} is not one of the models that share tokens"
             raise refuse("unsupported", "parallelism.sequence_parallel", True, text, False)
     if config.model.get("qk_norm", "none") not in ("none", "head"):
         given = f"model.qk_norm={config.model['qk_norm']}"

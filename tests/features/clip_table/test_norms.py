@@ -73,7 +73,7 @@ def test_the_runs_own_limit_is_its_own_count():
     json.dumps(summary, allow_nan=False)
     line = clip_line(summary, 0.3)
     coefficient = f"{found.at(0.3)[1]:.3f}"
-    assert line.startswith(f"80.0% of steps clipped at 0.3, mean coefficient {coefficient}; ")
+    assert line.startswith(f"80 % of steps clipped at 0.3, mean coefficient {coefficient}; ")
     assert line.endswith(f"99 % {summary['quantiles']['99']:.4g}")
 
 

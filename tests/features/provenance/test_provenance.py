@@ -282,12 +282,12 @@ def test_a_run_folder_that_cannot_be_written_only_says_so(
 ):
     provenance.record(tmp_path / "gone", resumed=False)
     assert (
-        "could not be written: No such file or directory; the run goes on"
+        "could not be written: No such file or directory; the run continues"
         in capsys.readouterr().err
     )
     monkeypatch.setattr(provenance, "installed", lambda: 1 / 0)
     provenance.record(tmp_path / "gone", resumed=False)
-    assert "ZeroDivisionError: division by zero; the run goes on" in capsys.readouterr().err
+    assert "ZeroDivisionError: division by zero; the run continues" in capsys.readouterr().err
 
 
 def test_what_compare_says_of_runs_that_differ(tmp_path):

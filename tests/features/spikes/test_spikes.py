@@ -125,7 +125,7 @@ def test_what_rose_first_is_the_first_to_leave_its_level():
     found = rose_first([*calm, step(5, a=2.7, b=1.6), step(6, a=90.0, b=1.0)])
     assert found == {"module": "b", "figure": "grad_norm", "step": 5, "times": 3.2}
     assert rose_first(calm) is None
-    few = "5 measured steps do not tell which module rose first"  # the run was resumed there
+    few = "5 measured steps do not show which module rose first"  # the run was resumed there
     assert what_rose(calm, None) == few
     assert what_rose([*calm, step(5, a=2.5)], None) == "no module rose to 2 times its level before"
 
