@@ -154,7 +154,7 @@ def _no_override(override: str, overrides: Sequence[str]) -> str:
     ends = [n for n, word in enumerate(later) if word.endswith(closing)]
     if ends and "=" not in "".join(later[: ends[0] + 1]):
         whole = pasteable(" ".join([override, *later[: ends[0] + 1]]))
-        return f"the shell has cut it at a space; quote the whole: {whole}"
+        return f"the shell has split it at a space; quote all of it: {whole}"
     if value.endswith(",") and value.strip(","):
         return f"ends in a comma; leave it out: {name}={value.rstrip(',')}"
     text = "is not an override; one looks like train.max_steps=100"
@@ -179,8 +179,8 @@ RUN_ONLY = {
         "hydra.sweep.dir",
     ),
     "train.stop_step": (
-        "does nothing in a sweep, whose points train to their end; leave it out, or for shorter "
-        "points give",
+        "does nothing in a sweep, whose runs train to their end; leave it out, or for shorter "
+        "runs give",
         "train.max_steps",
     ),
 }
