@@ -141,7 +141,7 @@ def test_a_full_disk_hides_no_end(tmp_path, monkeypatch):
     monkeypatch.setattr(rundir, "write_json", lambda *_: (_ for _ in ()).throw(OSError("no room")))
     assert conclude_run(tmp_path, Left.KILLED, code=-11).state == "failed"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
-    assert ending.what_is_left(tmp_path, "") == "no checkpoint yet; to go on: the same command"
+    assert ending.what_is_left(tmp_path, "") == "no checkpoint yet; to continue: the same command"
 
 
 def test_a_knob_that_lets_a_run_go_on_is_quoted_as_the_rest(tmp_path):

@@ -63,7 +63,7 @@ def assert_says(err: str, *, what: str, where: str, intact: str, command: str) -
 
 def go_on(err: str, cwd: Path) -> Result:
     """Runs the command that a message ends with."""
-    found = re.search(r"to go on: (llmexp .*)$", err, re.M)
+    found = re.search(r"to continue: (llmexp .*)$", err, re.M)
     assert found, err
     command = shlex.split(found.group(1))
     done = llmexp(*command[1:], cwd=cwd)

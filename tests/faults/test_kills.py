@@ -118,7 +118,7 @@ def kill_in_a_row(
         assert process.returncode == (3 if whom == "worker" else -signal.SIGKILL), (seed, out, err)
         if whom == "worker":
             assert_status(run, "failed", 3, "the worker was ended by signal 9 (SIGKILL")
-            assert f"to go on: llmexp resume {run.folder.name}" in err
+            assert f"to continue: llmexp resume {run.folder.name}" in err
         left.pop(0)
     done = llmexp("resume", f"run{number}", *HOOKED, cwd=here)
     assert done.code == 0, (seed, done.err)

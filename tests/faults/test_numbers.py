@@ -137,7 +137,7 @@ def test_a_norm_that_overflows_is_named_and_not_laid_to_the_machine(here):
     assert failed.code == 3, failed.err
     assert "the norm of all gradients: every entry is finite" in failed.err
     assert "does not come from the config" not in failed.err
-    assert "to go on: llmexp resume" not in failed.err
+    assert "to continue: llmexp resume" not in failed.err
     command = re.search("settings: (llmexp train fork.run=run optimizer.lr=0.002) ", failed.err)
     assert command, failed.err
     done = llmexp(*shlex.split(command[1])[1:], "train.max_steps=4", "--allow", "bombs", cwd=here)

@@ -99,7 +99,7 @@ def test_what_ranks_save_when_their_starter_is_killed_is_named(tmp_path, setting
     saved = rundir.newest_step(run.folder)
     assert saved is not None
     assert saved >= 7
-    assert f"the last checkpoint is step_{saved:08d}; to go on: llmexp resume" in err
+    assert f"the last checkpoint is step_{saved:08d}; to continue: llmexp resume" in err
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

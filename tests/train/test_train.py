@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     more = ["batch.gradient_accumulation_steps=2", "checkpoint.every=3", "train.log_every=1"]
     result = failed(tmp_path, "run", *bad, *more)
     assert "step 7 has a loss that is not finite on rank 0; the update was not" in result.err
-    assert "the last checkpoint is step_00000006; to go on: llmexp resume run" in result.err
+    assert "the last checkpoint is step_00000006; to continue: llmexp resume run" in result.err
     assert "the loss had grown" not in result.err
     assert [r["step"] for r in result.rows()] == [1, 2, 3, 4, 5, 6]
     assert "NaN" not in (result.folder / "metrics.jsonl").read_text()
@@ -89,7 +89,7 @@ def test_a_loss_that_grows_beyond_all_bounds_ends_with_a_hint(tmp_path):
 
 def goes_beyond(result: Result, knob: str) -> None:
     """Assert that the command of a failure goes on beyond it, at the scale that it fell to."""
-    command = result.err.rpartition("to go on: llmexp ")[2].strip()
+    command = result.err.rpartition("to continue: llmexp ")[2].strip()
     assert command == f"resume {result.folder.name} {knob}"
     again = llmexp(*command.split(), cwd=result.folder.parent)
     skips = [
