@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 from llmexp.cli.running import CommandLine, Screen
 from llmexp.config.values import refuse
 from llmexp.folders import rundir
-from llmexp.folders.ledger import is_sweep, read_ledger
-from llmexp.folders.rundir import refuse_folder
-from llmexp.forecast.planned import Planned
-from llmexp.forecast.section import build_plan
-from llmexp.sweep.composer import Composer
-from llmexp.sweep.points import load_points, split_duplicates
-from llmexp.system.workers import warm
 
 if TYPE_CHECKING:
     from llmexp.forecast.planned import Planned
@@ -67,6 +60,7 @@ def plan(
     plan_of = Planner(chosen, measure).planned
     if multirun:
         from llmexp.sweep.planning import plan_points
+        from llmexp.system.workers import warm
 
         with warm(here and knobs.warm):  # as its runs will start
             return plan_points(points, [*refused, *same], knobs, seeds, plan_of, line.words)

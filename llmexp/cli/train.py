@@ -87,8 +87,8 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
                 return _sweep(args, cfg)
-            config = typed_config(cfg)
-            wanted, fixed = run_folder(cfg, args.overrides)
+            config = app.typed_config(cfg)
+            wanted, fixed = app.run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")
         say_tracker(cfg)
         if not args.create_only:

@@ -326,7 +326,7 @@ def _unplaced(cfg: DictConfig) -> ConfigError:
     """Return the refusal of an experiment whose settings are under `experiment`."""
     choice = cfg.hydra.runtime.choices.get("experiment")
     source, *_ = file_at(f"experiment/{choice}")
-    text = "without it all that it sets is put under `experiment`, where nothing reads it"
+    text = "without it the file only sets keys below `experiment`, which nothing reads"
     line = "must begin with the line `# @package _global_`"
     return ConfigError("idle_knob", f"experiment={choice}: {source} {line}; {text}", "experiment")
 

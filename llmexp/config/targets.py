@@ -43,7 +43,7 @@ OWN = {
     "hooks": ("llmexp.verify.record",),
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
-_OTHER = "a run folder of another version goes on with that version"
+_OTHER = "resume a run of another version with that version"
 _EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
 # Hydra's words for calling functions
 RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
