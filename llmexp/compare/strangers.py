@@ -271,12 +271,11 @@ def _curve(
         places.setdefault(axis_in(key), table[key])
     places.pop("", None)
     first = next((places[a] for a in _AXES if a in places), np.arange(1.0, count + 1))
-    known, at = np.unique(first[::-1], return_index=True)
-    order = count - 1 - at[np.isfinite(known)]  # what was logged twice counts as it was last
-    steps = {axis: where[order] for axis, where in places.items()}
+    known, last = np.unique(first[::-1], return_index=True)
+    order = count - 1 - last[np.isfinite(known)]  # what was logged twice counts as it was last
     steps = {
-        axis: where for axis, where in steps.items()
-        if len(where) and (np.diff(where, prepend=0.0) >= 0).all() and where[-1] > 0
+        axis: at for axis, where in places.items()
+        if len(at := where[order]) and (np.diff(at, prepend=0.0) >= 0).all() and at[-1] > 0
     }  # fmt: skip
     figures = {k: v[order] for k, v in table.items() if k not in settings and not axis_in(k)}
     empty = {figure: np.full(len(order), np.nan)}

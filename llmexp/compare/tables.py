@@ -86,8 +86,8 @@ def _groups(rows: dict[int, Row], named: str | None, asked: Asked) -> dict[str, 
     """
     several = {k: {row[k] for row in rows.values()} for k in next(iter(rows.values()))}
     axis = next((k for k in several if axis_in(k) and k not in asked.by), None)
-    seed = asked.seed or next(filter(names_seed, several), None)
-    own = fixed = [k for k in several if k in (*asked.by, seed)]
+    seeds = [asked.seed] if asked.seed else [*filter(names_seed, several)]
+    own = fixed = [k for k in several if k in (*asked.by, *seeds)]
     others = [k for k in several if not (k == asked.figure or axis_in(k) or of_figures(k))]
     if not asked.by:
         few = {k for k in others if len(several[k]) <= len(rows) / 2}
@@ -107,7 +107,7 @@ def _groups(rows: dict[int, Row], named: str | None, asked: Asked) -> dict[str, 
             text = "has several values in one run; a setting has one, in a column of its own"
             raise ConfigError("bad_data", f"--by {bad.pop()}: {text}")
         if not moved:
-            guess = by is own and not (seed or asked.by)
+            guess = by is own and not fixed
             if guess and any(len(several[k]) > 1 for k in others):
                 text = f"does each line hold a run, or one {axis} of a run? Name the runs in a "
                 raise ConfigError(

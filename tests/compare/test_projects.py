@@ -194,6 +194,10 @@ def test_offline_folders_are_read_without_a_network(tmp_path: Path) -> None:
     one = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     one.write_bytes(one.read_bytes()[:-3000])  # as a kill leaves it
     assert len(compare(tmp_path / "wandb").comparison.runs) == 9
+    one.write_bytes(one.read_bytes()[:25_000])  # after its first row
+    runs = compare(tmp_path / "wandb", figure="val_loss").comparison.runs
+    assert sorted(r.columns["val_loss"].size for r in runs) == [1, *[3] * 8]
+    assert all(r.steps["steps"].size for r in runs if r.columns["val_loss"].size > 1)
     one.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="is not a file of wandb"):
         compare(one.parent)
