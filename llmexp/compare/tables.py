@@ -63,9 +63,9 @@ def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
         values = {k: v for k, v in looks[-1].items() if all(row[k] == v for row in looks)}
         values |= {named: one[0][named]} if named is not None else {}
         path = Path(f"{where}:{name}")
-        if not name and isinstance(given, Path):  # the log of one run
-            path, name = given, given.stem
-            values |= said_by(given.with_suffix(""))
+        if not name:  # the log of one run
+            path, name = Path(where), Path(where).stem
+            values |= said_by(path.with_suffix(""))
         found.append(OtherRun(clean(name), values, ended, looks, path))
     if asked.curves:
         curves = {run.name: run.rows for run in runs_of(Path(asked.curves), Asked())}
@@ -131,10 +131,8 @@ def _rows(given: Any) -> dict[int, Row]:
     except ConfigError as error:
         raise ConfigError(error.kind, f"{where}: {error}") from None
     except Exception as error:  # those of packages, too
-        text = (
-            f"is no table in UTF-8 ({clean(error)[:200]}); a first line of CSV is lr,seed,val_loss"
-        )
-        raise ConfigError("damaged_file", f"{where}: {text}") from None
+        text = f"{where}: is not a table in UTF-8 ({clean(error)[:200]}); a first line of CSV is "
+        raise ConfigError("damaged_file", f"{text}lr,seed,val_loss") from None
     flat = dict[int, Row]()
     for i, line in ((i, line) for i, line in enumerate(lines, 1) if line is not None):
         if not isinstance(line, Mapping):

@@ -132,6 +132,8 @@ def test_odd_cells_of_a_frame():
         "lr=0.2": "lowest",
         "lr=0.1": "undecided",
     }
+    log = pandas.DataFrame({"iter": [0, 10], "val_loss": [3.0, 2.5]})
+    assert llmexp.compare(log).headline == "Only setting: the frame, val_loss 2.5000."
     twice = pandas.DataFrame([[1, 2, 3]], columns=["lr", "lr", "loss"])
     with pytest.raises(ConfigError, match="the column 'lr' twice"):
         llmexp.compare(twice)
