@@ -256,7 +256,7 @@ class Run(Facts):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all numbers as one flat mapping of plain values, for run.json and the tracker."""
+        """Return all numbers as one flat mapping of plain values, for run.json."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}
         absent = "initial memory parent compiled sources shape rule budget_given groups "

@@ -48,7 +48,7 @@ class Console:
         self.live = _is_live_terminal(self._stream)  # which has a width
         self._bar: Progress | None = None
         self._last_refresh = -math.inf
-        self._lock = threading.RLock()  # the tracker's thread says its lines here too
+        self._lock = threading.RLock()  # other threads print lines, too
         self._log_path = log_path
         self._log: BinaryIO | None = None
         if log_path is not None:

@@ -17,7 +17,7 @@ hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code, after Ctrl-C too
 folder         the run folder: made or found, what makes it another run, written
-beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
+beginning      what there is before the first step: console, checkpoint, rows, loop
 failing        what an exception means for the run, and the places where that is written
 group          a run on several ranks: join them, hold its folder, collect their reports
 summary        figures of the end

@@ -1,4 +1,4 @@
-"""Prepare the loop before the first step: console, checkpoint, rows and tracker."""
+"""Prepare the loop before the first step: console, checkpoint and rows."""
 
 from __future__ import annotations
 

@@ -292,7 +292,8 @@ def _bare(
         rule_of(solved)(solved.clip, None, given, optimizers)
         for check in features.offered("assembly", "check_model", solved):
             check(solved, given)
-        check_ranks([o for o in map(traits_of, optimizers) if o is not None], place.layout)
+        if known := [one for one in map(traits_of, optimizers) if one is not None]:
+            check_ranks(known, place.layout)
         loss = SummedLoss(model)
     if names := not_updated(given, optimizers):
         text = f"leaves out {len(names)} of the parameters that the model trains, which stay"
