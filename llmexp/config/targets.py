@@ -112,7 +112,7 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
         defined = _defined_in(found)
     if not callable(found) or not inside(defined, packages):
-        way = "a package of your own is allowed by its name on the command line: --allow mypackage"
+        way = "to allow a package of yours: --allow mypackage"
         text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
         raise refuse("not_allowed", key, dotted, f"{text}; {_OTHER if is_ours(dotted) else way}")
     return cast(Callable[..., Any], found)

@@ -128,8 +128,8 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         raise ConfigError(
             "other_run",
             f"{where}: is another run; differing keys, which change results and so are fixed: "
-            f"{_shown(fixed, old, here['config'])}; for a new run with other values that goes on "
-            f"from here: {again}",
+            f"{_shown(fixed, old, here['config'])}; to fork it with "
+            f"other values: {again}",
         )
     if keys and loaded is not None:  # else nothing is trained yet
         from llmexp.modes import extending
