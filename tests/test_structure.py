@@ -138,7 +138,7 @@ def test_a_step_is_read_in_an_evening():
     assert sum(len(text.splitlines()) for text in texts.values()) <= 5_200
 
 
-def test_settings_and_run_import_the_standard_library_and_themselves_only():
+def test_config_and_run_import_the_standard_library_and_themselves_only():
     alone = {"config": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
     for name, path in MODULES.items():
         if room(name) in alone or name == "llmexp.system.child":

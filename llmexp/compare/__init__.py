@@ -21,8 +21,8 @@ notes          what must be known beside it, and what both rest on (provenance: 
 screening      which of many knobs matter: of a fraction of all combinations, or of a search
 comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
-document       a page from a template, that asks the network for nothing
-page           the HTML page of a comparison, and the answer as a tracker gets it
+document       HTML from sections and a template (page.html), that asks the network for nothing
+page           the sections of a comparison's page, and the answer as a tracker gets it
 plotting       colours, names and menus of figures; curves over training, plots of settings
 next_step      the one command that would tell most, from what is known of the runs (known)
 budgets        unequal budgets, before a sweep starts

@@ -24,7 +24,7 @@ from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.folders import rundir
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import SummedLoss, looking
+from llmexp.models.loss import SummedLoss, evaluation_mode
 from llmexp.optim import precision
 from llmexp.system.redact import as_recorded, redacted, warn
 from llmexp.tasks import scoring
@@ -212,7 +212,7 @@ def score_set(
     end = tokenizer.eot_token if corpus.is_text else None
     ends = document_ends(stream, end)
     sums = Sums(ends if len(ends) > 1 else ends[:0])
-    with looking(model.loss):
+    with evaluation_mode(model.loss):
         add_all(model, config, corpus, stream, sequences, sums)
     units, figures = sums.take()
     if not len(units):

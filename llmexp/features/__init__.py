@@ -8,7 +8,8 @@ config     its `Knobs`, which join the section `SECTION`; whether a config has `
            `KEYS` of its figures in the rows; `OFF`: values that turn it off in proofs; knobs that
            change neither time nor memory of a step (`NO_WORK`), or only by being set or not
            (`SOMETIMES`); `Status`: its kinds in status.json; `WEIGHTS`: what checkpoints hold of it
-           that takes the place of the model's weights, in words, and what asks for it
+           that takes the place of the model's weights, in words, and what asks for it;
+           `copies_of_weights` that it keeps, for the memory of a run; `CLIP_RULES` that it adds
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;

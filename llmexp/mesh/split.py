@@ -1,4 +1,8 @@
-"""Tensors of which each rank may hold a part: figures over all ranks, work shared by them."""
+"""Tensors of which each rank may hold a part: figures over all ranks, work shared by them.
+
+Arithmetic in place takes `local_part` of a tensor. `global_norm` and `inner` take the split tensors
+themselves: local parts alone would count as copies, and the figure would be too small.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +129,7 @@ def share_buffers(mesh: Mesh, model: nn.Module) -> None:
 
     So ranks begin each step and each evaluation with the same ones. Those of models of ours are
     the same anyway. One that is of another shape on some rank, or not there, is a cache
-    (`looking`), and stays.
+    (`evaluation_mode`), and stays.
     """
     if mesh.distributed and not is_shipped(model):
         _share_each(mesh, model)

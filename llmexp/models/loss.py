@@ -59,8 +59,8 @@ def compiled_cross_entropy(logits_btv: Tensor, targets_bt: Tensor, vocabulary: i
 
 
 @contextlib.contextmanager
-def looking(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode inside. Who looks at a model, opens this.
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode inside, for all that only looks at it.
 
     Afterwards the mode of each module, the value of each buffer and all random numbers are as
     before; those inside are the same at each look. A buffer that has another shape by then is a
@@ -117,7 +117,7 @@ class SummedLoss(nn.Module):
         self.run_fused: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = False
         # those that hand on losses of their own for each sequence
-        self._losing: list[Any] = [m for m in model.modules() if hasattr(m, "added_losses")]
+        self._adding: list[Any] = [m for m in model.modules() if hasattr(m, "added_losses")]
 
     def has_head(self) -> bool:
         """Return whether the model gives its hidden states and its output head apart."""
@@ -226,14 +226,14 @@ class SummedLoss(nn.Module):
         """Around evaluation: no gradients, no dropout, and nothing is compiled in mid-run.
 
         A model without dropout or the like keeps its compiled graph; any other is evaluated
-        uncompiled. All is as before afterwards: see `looking`.
+        uncompiled. All is as before afterwards: see `evaluation_mode`.
         """
         same = getattr(self.model, "same_in_training", lambda: False)
         with torch.no_grad():
             if self.run_fused is not None and same():
                 yield
             else:
-                with looking(self), self._eager():
+                with evaluation_mode(self), self._eager():
                     yield
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
@@ -261,17 +261,17 @@ class SummedLoss(nn.Module):
             # Uncompiled: texts have many lengths, and each would be compiled anew.
             with torch.no_grad(), self._eager():
                 return self._unsummed(tokens_bt, targets_bt)
-        if self._losing:
+        if self._adding:
             return self._with_added(tokens_bt, targets_bt)
         return self._nll(tokens_bt, targets_bt)
 
     def _with_added(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
         """Return the loss, with those that modules add in its gradient alone."""
-        for module in self._losing:  # a list of its own: blocks share one compiled graph
+        for module in self._adding:  # a list of its own: blocks share one compiled graph
             module.added_losses = []
         nll = self._nll(tokens_bt, targets_bt)
-        losses = [loss for module in self._losing for loss in module.added_losses]
-        for module in self._losing:  # what the backward pass computes again adds nothing
+        losses = [loss for module in self._adding for loss in module.added_losses]
+        for module in self._adding:  # what the backward pass computes again adds nothing
             module.added_losses = None
         if not losses:
             return nll

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmexp import mesh
 from llmexp.data.window import Window
-from llmexp.models.loss import looking
+from llmexp.models.loss import evaluation_mode
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.modes import diagnosis
 from llmexp.optim import precision
@@ -178,7 +178,7 @@ def measuring(loop: Loop) -> Iterator[None]:
     scale = scaler.value
     mesh.share_buffers(loop.mesh, loop.setup.model)
     try:
-        with looking(loop.setup.model), torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(loop.setup.model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         loop.setup.zero_gradients()

@@ -1,10 +1,10 @@
 """From gradients to new parameters.
 
 In reading order:
-precision  what `auto` computes in, autocast, loss scale, dtype of parameters
+precision  what `auto` computes in, autocast, the loss scale of fp16 and its overflows
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
-updating   rates, decay, and an update that the device can skip
+updating   sets the rate and decay of a step, and makes an update that the device can skip
 optimizers adamw, sgd, muon, lion and those of other packages, each a file
 states     what an optimizer keeps, taken apart into tensors and plain values
 eval_weights optimizers that train at one point and are evaluated at another (schedule-free)

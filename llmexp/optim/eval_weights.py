@@ -20,14 +20,14 @@ from llmexp.optim.updating import held_by
 TRAINED = "train_weights"  # the first of the two, beside the states in a checkpoint
 
 
-def has_faces(optimizer: Optimizer) -> bool:
+def swaps_weights(optimizer: Optimizer) -> bool:
     """Return whether an optimizer exchanges the weights for evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def begin(optimizer: Any) -> None:
-    """Put the weights to train with into the parameters, if the optimizer has two faces."""
-    if has_faces(optimizer):
+    """Put the weights to train with into the parameters of an optimizer that keeps two sets."""
+    if swaps_weights(optimizer):
         optimizer.train()
 
 
@@ -36,22 +36,22 @@ def evaluating(optimizers: Sequence[Optimizer], module: nn.Module) -> Iterator[d
     """Have the weights to evaluate with in the parameters inside.
 
     Those to train with come back to the bit; they are yielded by the id of their parameter, of
-    optimizers with two faces only.
+    optimizers with two sets of weights only.
     """
-    faced: list[Any] = [o for o in optimizers if has_faces(o)]
-    parameters = held_by(*faced)
+    swapping: list[Any] = [o for o in optimizers if swaps_weights(o)]
+    parameters = held_by(*swapping)
     kept = {id(p): p.detach().clone() for p in parameters}
-    if not faced:
+    if not swapping:
         yield kept
         return
     mesh.reshard(module)
-    for optimizer in faced:
+    for optimizer in swapping:
         optimizer.eval()
     try:
         yield kept
     finally:
         mesh.reshard(module)
-        for optimizer in faced:
+        for optimizer in swapping:
             optimizer.train()
         with torch.no_grad():
             for p in parameters:

@@ -13,7 +13,7 @@ running   the loop that drives local, Slurm or Ray: submit, look, cancel; rungs 
 grid      policies, which ask for runs: all combinations, or a screen; twins of the leader
 deciding  seeds until it is decided which setting is best
 search    points that Optuna chooses, and the best of them with fresh seeds
-local     process trees on this machine, a device slot each
+local     process trees on this machine, a device slot each; kills a run that is silent
 slurm     job arrays, and their jobs; slurm_job runs inside, and goes on after a preemption
 ray       tasks of a Ray cluster
 answer    the comparison at the end

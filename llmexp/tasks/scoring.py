@@ -21,7 +21,7 @@ from llmexp import mesh
 from llmexp.config.values import ConfigError
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.metrics.ratio import with_error
-from llmexp.models.loss import SummedLoss, looking, plain_cross_entropy
+from llmexp.models.loss import SummedLoss, evaluation_mode, plain_cross_entropy
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.optim import precision
 from llmexp.tasks.items import Item, read_task
@@ -175,7 +175,7 @@ def score_task(
     Raises ConfigError where the model gives a likelihood that is not finite.
     """
     completed = task.items[0].completed
-    with looking(loss):
+    with evaluation_mode(loss):
         lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
         raise ConfigError("not_finite", f"the task {task.name}: a likelihood is not finite")

@@ -76,10 +76,11 @@ class Feature:
     def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
         """Come after the step; `row`: what is known of its row, where one is due."""
 
-    # On the host: before the update of the next step, or before this one's row.
+    # On the host: during the next step, before its update, or at once where a row, a checkpoint or
+    # something that is due needs it.
 
     def finished(self, outcome: Any) -> None:
-        """Take the `Outcome` of the step that the progress stands at."""
+        """Take the `Outcome` of the last step, now that the host has its figures."""
 
     # Between the steps; here the host may wait.
 

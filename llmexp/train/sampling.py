@@ -12,7 +12,7 @@ from torch import nn
 from llmexp.config.values import ConfigError
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers.base import END_OF_TEXT, Tokenizer
-from llmexp.models.loss import looking
+from llmexp.models.loss import evaluation_mode
 from llmexp.models.sampling import generate
 from llmexp.optim import precision
 
@@ -44,7 +44,7 @@ def sample(
         )
     device = next(model.parameters()).device
     new: list[int] = []
-    with looking(model), precision.autocast(precision_kind, device):
+    with evaluation_mode(model), precision.autocast(precision_kind, device):
         for token in generate(
             model,
             ids,

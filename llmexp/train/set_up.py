@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmexp import features, mesh
-from llmexp.models.loss import SummedLoss, looking
+from llmexp.models.loss import SummedLoss, evaluation_mode
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.optim import precision
 from llmexp.run import Run
@@ -84,7 +84,7 @@ def settle_buckets(setup: Setup, run: Run) -> None:
     tokens_bt = torch.zeros(
         (run.micro_batch_size, run.sequence_length), dtype=torch.int64, device=setup.mesh.device
     )
-    with looking(setup.model):
+    with evaluation_mode(setup.model):
         setup.model.train()  # what a step compiles
         with mesh.micro_step(setup.mesh, setup.module, last=True):
             with precision.autocast(setup.arithmetic, setup.mesh.device):

@@ -150,11 +150,12 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
         act(window)
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
+    # here and not earlier: the schedule counts applied updates, and the device is busy meanwhile
     updates = finish_last()
     norm_after, clipped, clip_factor = setup.clipping.clip(gradients, norm)
 
-    factor_of_rate = setup.rate_factor(updates) * setup.stage_rate(window.step)
-    lr = updating.set_rate(setup.optimizers, factor_of_rate)
+    lr_factor = setup.rate_factor(updates) * setup.stage_rate(window.step)
+    lr = updating.set_rate(setup.optimizers, lr_factor)
     scale, more = setup.scaler.value, dict[str, Any]()
     for judge in setup.features.on("judge"):
         skip = judge(skip, loss, norm)

@@ -16,7 +16,7 @@ from torch import nn
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.compose.app import compose, hydra_app, typed_config
-from llmexp.models.loss import looking
+from llmexp.models.loss import evaluation_mode
 from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.assembly.building import left_in_evaluation
@@ -185,7 +185,7 @@ def test_a_cache_that_grew_while_somebody_looked_stays():
     model = nn.Linear(1, 1)
     model.register_buffer("cache", torch.zeros(2))
     model.register_buffer("later", None)
-    with looking(model):
+    with evaluation_mode(model):
         model.cache, model.later = torch.ones(3), torch.ones(1)
     assert (len(model.cache), len(model.later)) == (3, 1)
 
