@@ -286,7 +286,12 @@ def family_of(section: Mapping[str, Any]) -> Family:
             return family
     if ours:
         switches = ", ".join(f"model.{key}={section.get(key, off)}" for key, off in OFF.items())
-        raise ConfigError("unsupported", f"no family of transformers has all of {switches}")
+        text = "no family of transformers has all of"
+        if section.get("n_experts"):
+            text = (
+                "families with experts have model.qk_norm=full or model.qk_norm=head, and none has"
+            )
+        raise ConfigError("unsupported", f"{text} {switches}")
     known = sorted({family.target for family in FAMILIES})
     raise ConfigError(
         "unsupported",

@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 from llmexp.config.keys import Key
-from llmexp.config.values import is_ours
 
 SECTION = "model"
 
@@ -23,4 +22,4 @@ KEYS = (
 
 
 def asked(config: Any) -> bool:
-    return is_ours(config.model["_target_"]) and bool(config.model.get("n_experts"))
+    return bool(config.model.get("n_experts"))

@@ -20,8 +20,9 @@ from llmexp.train.step import Outcome, Setup
 _MEANS = ("entropy", "balance_loss", "z_loss")  # over sequences, by their valid targets
 
 
-def make(parts: Parts, setup: Setup) -> Load:
-    return Load(setup)
+def make(parts: Parts, setup: Setup) -> Feature:
+    # a model of the user's own may call something else n_experts
+    return Load(setup) if experts_of(setup.model) else Feature()
 
 
 class Load(Feature):

@@ -160,6 +160,22 @@ def test_figures_by_layer_are_in_layers(trained: Any) -> None:
     assert line["step"] == STEPS
 
 
+def test_experts_of_a_model_of_ones_own_are_balanced(tmp_path: Path) -> None:
+    """And a model that calls something else by that name trains."""
+    for kind in ("Sparse", "Named"):
+        found = llmexp(
+            "train", "~model", f"+model={{_target_: own.sparse.{kind}, n_experts: 4}}",
+            "data=synthetic", "data.n_tokens=3000", "batch.sequence_length=12", "tracker=none",
+            "train.max_steps=2", "train.sample_tokens=0", "train.eval_every=null", "precision=fp64",
+            "metrics.picture=false", f"hydra.run.dir={kind}", "--allow=own", cwd=tmp_path,
+        )  # fmt: skip
+        assert found.code == 0, found.err
+        assert all(("moe/load_max" in row) == (kind == "Sparse") for row in found.rows())
+        if kind == "Sparse":
+            bias = weights(found, 2)["blocks.0.mlp.router.balance_bias"]
+            assert bias.abs().max() == pytest.approx(2e-3)
+
+
 @pytest.mark.parametrize("cut", ["1x8", "ddp 2"])
 def test_a_killed_run_goes_on_to_the_same_bits(
     trained: Any, runs: Any, stream: Path, tmp_path: Path, cut: str
