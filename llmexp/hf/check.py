@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ TEXTS = (
 )
 
 
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+
+
 def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     """Check a folder with transformers, and return what a user should know.
 
@@ -40,6 +45,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         return [_MISSING]
     model, written = _model(library, folder), dict(_written(folder))
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    written = _stacked(written, known)
     wrong = {name for name, _ in model.named_parameters()} - written.keys()
     wrong |= {name for name, shape in written.items() if known.get(name) != shape}
     if wrong:
@@ -82,6 +88,24 @@ def _model(library: Any, folder: Path) -> Any:
         raise ConfigError(
             "unsupported", f"transformers does not read the config.json: {why}"
         ) from None
+
+
+def _stacked(
+    written: dict[str, tuple[int, ...]], known: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return shapes by the names of transformers, which since 5.0 stacks experts as it reads."""
+    held, rows = dict[str, tuple[int, ...]](), Counter[tuple[str, int]]()
+    for name, shape in written.items():
+        part = _EXPERT.fullmatch(name)
+        if name in known or part is None:
+            held[name] = shape
+        else:
+            stack = "down_proj" if part[2] == "down" else "gate_up_proj"
+            rows[f"{part[1]}.{stack}", shape[1]] += shape[0]
+    for (name, width), count in rows.items():
+        e = known[name][0] if name in known else 1
+        held[name] = (e, count // e, width)
+    return held
 
 
 def _written(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
