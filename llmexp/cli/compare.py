@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
-from llmexp.cli.running import Out, Paths, check_out, paths_of, words_in, write_out
+from llmexp.cli.running import (
+    Out,
+    Paths,
+    Printed,
+    check_out,
+    paths_of,
+    words_in,
+    write_out,
+)
 from llmexp.compare import comparing, table
 from llmexp.compare.comparing import NEGLIGIBLE
 from llmexp.compare.figures import UNITS
@@ -18,7 +22,7 @@ from llmexp.compare.projects import send_marks
 from llmexp.compare.records import Result
 from llmexp.compare.strangers import Asked
 from llmexp.config.values import ConfigError, choice, knob
-from llmexp.system.text import columns, framed
+from llmexp.system.text import framed
 
 MinEffect = Annotated[
     float | None,
@@ -46,36 +50,16 @@ Filter = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Printed):
     """The answer of a comparison: what `llmexp compare` prints, as data."""
 
-    comparison: Result
-    why: bool = False
-
-    def show(self, to: TextIO | None = None) -> None:
-        """Print the answer as wide as the terminal is."""
-        table.show(self.comparison, to or sys.stdout, columns(), self.why)
-
-    def __str__(self) -> str:
-        out = io.StringIO()
-        self.show(out)
-        return out.getvalue().rstrip("\n")
+    words = table
 
     @property
-    def headline(self) -> str:
-        """Return the result in one line."""
-        return self.comparison.headline
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Return what could not be read, in words."""
-        return self.comparison.problems
-
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        """Return what `llmexp compare --json` prints."""
-        return dict(json.loads(table.to_json(self.comparison)))
+    def comparison(self) -> Result:
+        """Return all that was found."""
+        found: Result = self.found
+        return found
 
     def frame(self) -> Any:
         """Return the table of `--out FILE.csv` as a data frame: a row a setting, typed values."""
@@ -97,8 +81,8 @@ def _page(comparison: Result) -> str:
     return page(comparison)
 
 
-_FORMS: dict[str, Callable[[Result], str]] = {
-    ".json": table.to_json, ".csv": table.to_csv, ".md": table.to_markdown, ".html": _page,
+_FORMS: dict[str, Callable[[Result], Any]] = {
+    ".json": table.data, ".csv": table.to_csv, ".md": table.to_markdown, ".html": _page,
 }  # fmt: skip
 
 

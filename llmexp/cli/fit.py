@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 from llmexp.cli.compare import Figure, Filter
-from llmexp.cli.running import Out, Paths, check_out, paths_of, write_out
+from llmexp.cli.running import Out, Paths, Printed, check_out, paths_of, write_out
 from llmexp.config.values import choice
 from llmexp.scaling import answer, words
 from llmexp.scaling.answer import FORMS
 from llmexp.scaling.ladders import COUNTS
-from llmexp.system.text import columns
 
 
-@dataclass(frozen=True)
-class Laws:
+class Laws(Printed):
     """Scaling laws: what `llmexp fit` prints, as data."""
 
-    answer: answer.Answer
-    why: bool = False
-
-    def show(self, to: TextIO | None = None) -> None:
-        """Print the answer as wide as the terminal is."""
-        words.show(self.answer, to or sys.stdout, columns(), self.why)
-
-    def __str__(self) -> str:
-        out = io.StringIO()
-        self.show(out)
-        return out.getvalue().rstrip("\n")
-
-    @property
-    def headline(self) -> str:
-        """Return the answer in short."""
-        return words.headline(self.answer)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Return what could not be read, in words."""
-        return self.answer.problems
-
-    @cached_property
-    def data(self) -> dict[str, Any]:
-        """Return what `llmexp fit --json` prints."""
-        return words.data(self.answer)
+    words = words
 
 
 def _page(found: answer.Answer) -> str:
@@ -56,7 +25,7 @@ def _page(found: answer.Answer) -> str:
     return page(found)
 
 
-_FORMS: dict[str, Callable[[answer.Answer], str]] = {".html": _page, ".json": words.to_json}
+_FORMS: dict[str, Callable[[answer.Answer], Any]] = {".html": _page, ".json": words.data}
 
 
 def fit(

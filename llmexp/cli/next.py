@@ -6,8 +6,7 @@ from typing import Annotated
 
 from llmexp.cli.compare import Better, By, Curves, Figure, Filter, MinEffect, Seed, runs_compared
 from llmexp.cli.running import Paths, words_in
-from llmexp.compare.known import Step
-from llmexp.compare.next_step import propose
+from llmexp.compare.next_step import Step, propose
 from llmexp.compare.strangers import Asked
 from llmexp.config.values import knob
 from llmexp.scaling.answer import TOP

@@ -6,23 +6,60 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TextIO
 
 from llmexp.config.arguments import Held, Parser, call
 from llmexp.config.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE, release_signals
 from llmexp.system.redact import redacted, warn
+from llmexp.system.text import columns
 
 Screen = Annotated[bool, "which of many knobs matter: two values of each, in 8, 16 or 32 runs"]
 CommandLine = Annotated[Any, "KEY=VALUE", "settings of the run, as for llmexp train"]
 Paths = Annotated[str | Path, "PATH", "runs, sweeps, folders of them, globs (default: outputs)"]
 Out = Annotated[Sequence[Path], "FILE", "also write the answer there; may be given several times"]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a comparison or a fit has found: what the command prints, as data."""
+
+    found: Any
+    why: bool = False
+    words: ClassVar[Any]  # the module that shows it, and returns its data
+
+    def show(self, to: TextIO | None = None) -> None:
+        """Print the answer as wide as the terminal is."""
+        self.words.show(self.found, to or sys.stdout, columns(), self.why)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        self.show(out)
+        return out.getvalue().rstrip("\n")
+
+    @property
+    def headline(self) -> str:
+        """Return the result in short."""
+        return str(self.data["headline"])
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Return what could not be read, in words."""
+        return tuple(self.found.problems)
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Return what the command prints with --json."""
+        return dict(self.words.data(self.found))
 
 
 def function_of(command: str) -> Callable[..., Any]:
@@ -126,11 +163,12 @@ def check_out(out: Sequence[Path], forms: Mapping[str, Any]) -> None:
             raise ConfigError("disk", f"--out {path}: cannot be written; {way}")
 
 
-def write_out(out: Sequence[Path], forms: Mapping[str, Callable[[Any], str]], found: Any) -> None:
+def write_out(out: Sequence[Path], forms: Mapping[str, Callable[[Any], Any]], found: Any) -> None:
     """Write an answer into files, each in the form of its name. Raises OSError in words."""
     for path in map(Path, out):
         try:
-            fileio.write_whole(path, forms[path.suffix.lower()](found))
+            whole = forms[path.suffix.lower()](found)
+            fileio.write_whole(path, whole if isinstance(whole, str) else as_json(whole) + "\n")
         except OSError as error:
             why = f"could not be written: {error.strerror or error}"
             way = f"name a file elsewhere, for example --out /tmp/{path.name}"

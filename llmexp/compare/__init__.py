@@ -23,8 +23,8 @@ comparing      all of the above in order: runs -> `Result`
 table          for the terminal, JSON, CSV, Markdown
 document       HTML from sections and a template (page.html), that asks the network for nothing
 page           the sections of a comparison's page, and the answer as a tracker gets it
-plotting       colours, names and menus of figures; curves over training, plots of settings
-next_step      the one command that would tell most, from what is known of the runs (known)
+plots          figures of settings; curves: over training
+next_step      the one command that would tell most, from what is known of the runs
 budgets        unequal budgets, before a sweep starts
 throughput     the table of a timing grid
 """

@@ -35,32 +35,13 @@ from llmexp.config.knobs import SEED
 from llmexp.config.values import ConfigError, nearest
 
 
-def compare(
-    paths: Sequence[Any],
-    *,
-    align: str = "tokens",
-    sort: str | None = None,
-    min_effect: float | str | None = None,
-    target: str | None = None,
-    asked: Asked | None = None,
-) -> Result:
+def compare(paths: Sequence[Any], *, asked: Asked | None = None, **how: Any) -> Result:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
-    Or those of tables, about which `asked` says what must be known.
-
-    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
-    `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
-    tokenizers differ. `min_effect`: nats below which a difference does not matter; default: that of
-    the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
-    they are compared by where they first do. Raises ConfigError for an option that there is not;
-    what cannot be read is among `problems`.
+    Or those of tables, about which `asked` says what must be known. `how`: as `findings` takes it.
+    Raises ConfigError for what does not go together; what cannot be read is among `problems`.
     """
-    if align not in UNITS:
-        raise ConfigError(
-            "unknown_option",
-            f"--align {align}: must be one of {', '.join(UNITS)}; for example --align steps",
-        )
-    size = None if min_effect is None else _size(min_effect)
+    target, sort = how.get("target"), how.get("sort")
     if target is not None and sort is not None:
         raise ConfigError(
             "conflict", f"--sort {sort}: --target orders the table by itself; leave one out"
@@ -69,8 +50,7 @@ def compare(
     if target is not None and records and all(r.foreign and r.step < 2 for r in records):
         text = "needs the curves of runs; name them: --curves FILE"
         raise ConfigError("missing_value", f"--target {target}: {text}")
-    f = findings(records, problems, align=align, sort=sort, min_effect=size, target=target)
-    f = with_words(f)
+    f = with_words(findings(records, problems, **how))
     return replace(f, notes=(*f.notes, *said))
 
 
@@ -78,21 +58,6 @@ def no_runs_found(found: Result, name: str = "compare") -> str:
     """Return that no run was found, and what was in the way."""
     text = f"there is no run to show; for example {command(name, 'outputs/default')}"
     return "\n".join((*found.problems, text))
-
-
-def _size(given: float | str) -> float:
-    """Return a size in nats. Raises ConfigError where it is none."""
-    try:
-        size = float(given)
-    except (TypeError, ValueError):
-        size = -1.0
-    if not 0 <= size < 1e6:
-        raise ConfigError(
-            "wrong_type",
-            f"--min-effect {given}: a size in nats, 0 or more, is needed; for example "
-            "--min-effect 0.002",
-        )
-    return size
 
 
 def findings(
@@ -104,7 +69,14 @@ def findings(
     min_effect: float | None = None,
     target: str | None = None,
 ) -> Result:
-    """Find out what runs show that have been read."""
+    """Find out what runs show that have been read.
+
+    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
+    `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
+    tokenizers differ. `min_effect`: nats below which a difference does not matter; default: that of
+    the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
+    they are compared by where they first do.
+    """
     measured = next((r.measured for r in records if r.foreign), "val/loss")
     align = axis_of(records, align)
     sort = sort or (measured if measured != "val/loss" else None)

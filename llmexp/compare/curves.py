@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
+from llmexp.compare.document import GREY, Options, Plot, menus, packed, plot, styles
 from llmexp.compare.figures import broken, own_keys
-from llmexp.compare.plotting import GREY, Options, Plot, menus, packed, plot, styles
 from llmexp.compare.position import of_rows
 from llmexp.compare.records import Result, Setting
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
@@ -142,7 +142,7 @@ def losses(c: Result) -> list[Plot]:
     first = zip(over[0][1][0]["x"], lines, strict=True)
     traces = [go.Scatter(x=x, y=packed(of.y[0]), **trace) for x, (trace, of) in first]
     caption = _CAPTION[_CAPTION.index("A band") :] if c.foreign else _CAPTION
-    return [plot("losses", "Losses over training", traces, layout, caption)]
+    return [plot("losses", "Losses over training", traces, caption, **layout)]
 
 
 def _lines(c: Result, s: Setting, colour: str, name: str) -> Iterator[Line]:
@@ -225,36 +225,35 @@ def _along(c: Result, axis: str) -> dict[str, Any]:
 
 def quantities(c: Result) -> list[Plot]:
     """Draw one quantity at a time, as it was logged, over the axis of the comparison."""
-    options: Options = []
-    nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
+    traces, titles, looks = list[go.Scatter](), list[str](), styles(c)
     more = {key for r in c.runs for key in (*filter(is_of_named_set, r.columns), *own_keys(r))}
     for key in dict.fromkeys((*_OTHERS, *sorted(more), *[c.key] * (c.key in ROW_KEYS))):
-        found = [curve(s, key) or nothing for s in c.settings]
-        if not any(len(of.y[0]) for of in found):
-            continue
-        drawn = [of.at(downsample(of.y.mean(axis=0), _points(c))) for of in found]
-        x = [packed(of.x.get(c.align, of.place)) for of in drawn]
         title = title_of(key) if is_of_named_set(key) else key
         if key in ROW_KEYS:
             title = ROW_KEYS[key].plot or ROW_KEYS[key].label
-        data = {"x": x, "y": [packed(of.y.mean(axis=0)) for of in drawn]}
-        layout = {"yaxis.title.text": title, "yaxis.range": None}
-        options.append((title, [data, layout, list(range(len(drawn)))]))
+        for s, (colour, name) in looks.items():
+            if (of := curve(s, key)) is None:
+                continue
+            of = of.at(downsample(of.y.mean(axis=0), _points(c)))
+            titles.append(title)
+            traces.append(
+                go.Scatter(
+                    x=packed(of.x.get(c.align, of.place)),
+                    y=packed(of.y.mean(axis=0)),
+                    mode="lines",
+                    name=name,
+                    visible=title == titles[0],
+                    hovertemplate="%{y:.5~g}",
+                    zorder=int(s.leads),
+                    showlegend=len(c.settings) > 1,
+                    line={"color": colour, "width": 2.4 if s.leads else 1.3},
+                )
+            )
+    options: Options = []
+    for title in dict.fromkeys(titles):
+        axis = {"yaxis.title.text": title, "yaxis.range": None}
+        options.append((title, [{"visible": [title == of for of in titles]}, axis]))
     if not options:
         return []
-    title, (first, *_) = options[0]
-    traces = [
-        go.Scatter(
-            x=x,
-            y=y,
-            mode="lines",
-            name=name,
-            hovertemplate="%{y:.5~g}",
-            zorder=int(s.leads),
-            showlegend=len(c.settings) > 1,
-            line={"color": colour, "width": 2.4 if s.leads else 1.3},
-        )
-        for x, y, (s, (colour, name)) in zip(first["x"], first["y"], styles(c).items(), strict=True)
-    ]
-    layout = _layout(c, title) | {"updatemenus": menus(options)}
-    return [plot("others", "Other quantities over training", traces, layout)]
+    layout = _layout(c, titles[0]) | {"updatemenus": menus(options)}
+    return [plot("others", "Other quantities over training", traces, **layout)]

@@ -134,21 +134,16 @@ def left_out(records: Sequence[Record], align: str, loss: str) -> dict[Record, s
     if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
         others = (r for r in alive() if not r.foreign)
         reasons |= {r: APART[0] for r in others if task(r, loss) != ranked[0][0]}
-    reasons |= _unplaced(alive(), align)
-    return reasons | dict.fromkeys(_short(alive(), align), APART[1])
-
-
-def _unplaced(alive: Sequence[Record], align: str) -> dict[Record, str]:
-    """Find runs of others that say nothing new, or of which nobody knows how long they trained."""
-    foreign, seen = [r for r in alive if r.foreign], set[object]()
-    placed = any(len(positions(r, align)) for r in foreign)
-    found = {r: f"no {align}" for r in foreign if placed and not len(positions(r, align))}
-    for r in (r for r in foreign if r not in found):
+    # Runs of others that say nothing new, or of which nobody knows how long they trained.
+    foreign, seen = [r for r in alive() if r.foreign], set[object]()
+    if placed := {r for r in foreign if len(positions(r, align))}:
+        reasons |= {r: f"no {align}" for r in foreign if r not in placed}
+    for r in (r for r in foreign if r not in reasons):
         known = frozenset(r.essence.items())
         if known in seen:  # nobody knows whether it is the same run again
-            found[r] = "repeat"
+            reasons[r] = "repeat"
         seen.add(known)
-    return found
+    return reasons | dict.fromkeys(_short(alive(), align), APART[1])
 
 
 def axis_of(records: Sequence[Record], align: str) -> str:

@@ -23,6 +23,9 @@ _PREFERRED = (
     "batch.real_batch_size",
     "batch.micro_batch_size",
 )
+_DECIDE_BUDGETS = (
+    "batch.", "fork.", "schedule.decay_start", "schedule.decay_steps", "schedule.decay_ratio",
+)  # fmt: skip
 _RATES = re.compile(r"optimizer\.(lr|\w+_lr)")
 _BY_RULE = re.compile(r"optimizer\.(lr|weight_decay|beta2|reference\..+|exponents\..+)")
 _NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed_?[0-9]+[,+]?")
@@ -179,7 +182,15 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
             rate = _RATES.fullmatch(key) and None not in (e.values[key] for e in settings)
             if rate or other != "optimizer._target_":
                 return False  # both were chosen, such as by an experiment
-        return _decides(other, key, settings)
+        section, first = (k.partition(".")[0] for k in (key, other))
+        # A batch, a fork or a cooldown, with which a fork ends, decide the budget; a fork what it
+        # fixes in its schedule, and all that is not given; a tokenizer the vocabulary.
+        near = section == first or other == FORK
+        near |= key.startswith("train.max_") and other.startswith(_DECIDE_BUDGETS)
+        near |= first == "fork" and key.startswith(("schedule.decay_start", "schedule.warmup_"))
+        near |= key == "model.vocab_size" and first == "tokenizer"
+        pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
+        return near and len(pairs) == len({value for value, _ in pairs})
 
     def weight(key: str) -> tuple[bool, bool, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
@@ -190,26 +201,6 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
         if key in swept or not any(follows(key, other) for other in kept):
             kept.append(key)
     return kept
-
-
-def _decides(other: str, key: str, settings: Sequence[Setting]) -> bool:
-    """Tell whether the value of `key` follows from that of `other`.
-
-    That is a key of its section, a batch, a fork or a cooldown that decides the budget, a tokenizer
-    that decides the model's vocabulary.
-    """
-    decays = ("schedule.decay_start", "schedule.decay_steps", "schedule.decay_ratio")
-    budgets = ("batch.", "fork.", *decays)  # a fork ends with its cooldown
-    budget = key.startswith("train.max_") and other.startswith(budgets)
-    if other == FORK:
-        budget = True  # all that is not given is its parent's
-    if other.startswith("fork.") and key.startswith(("schedule.decay_start", "schedule.warmup_")):
-        budget = True  # what a fork fixes in its schedule
-    ids = key == "model.vocab_size" and other.startswith("tokenizer.")
-    if not budget and not ids and key.partition(".")[0] != other.partition(".")[0]:
-        return False
-    pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
-    return len(pairs) == len({first for first, _ in pairs})
 
 
 def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:

@@ -108,32 +108,22 @@ def _nearest_miss(f: Result) -> str:
 def _single(f: Result) -> str:
     """Describe the one setting that is ranked, or the one computation that was run several ways."""
     best, values = f.ranked[0], list(f.ranked[0].seeds.values())
-    out = {r.rung for r in f.runs if r.rung is not None}
-    halved = bool(out) and not any(r.trial for r in f.runs)
+    halved = any(r.rung is not None for r in f.runs) and not any(r.trial for r in f.runs)
     several = len(f.ranked) > 1
     status = "Only computation" if several else "Only setting"
-    if halved:
-        ended = all(r.state == "finished" for r in best.runs if r.rung is None)
-        status = f"{'Won' if ended else 'Left in by'} the successive halving"
+    status = "Left in by the successive halving" if halved else status
     text = f"{status}: {labels(f.ranked)}, {f.metric.title} {_figure(f, best)}"
     if len(values) == 2:
         text += f" ({' and '.join(map(f.digits, sorted(values)))}; two seeds have no interval)"
     elif len(values) > 2:
         low, high, spread = f.digits(min(values)), f.digits(max(values)), np.std(values, ddof=1)
         text += f" over {len(values)} seeds (standard deviation {spread:.2g}, {low} to {high})"
-    if several or halved:
-        text += f", {_rounding(f)}" * bool(_rounding(f))
-    return text
-
-
-def _rounding(f: Result) -> str:
-    """Say what rounding makes of one computation, as far as it was measured."""
-    runs = [r for s in f.ranked for r in s.taking_part]
-    if f.floor is None:
-        return "each with another seed, so seeds and rounding both count" * (len(f.ranked) > 1)
-    if f.floor.size:
-        return f"of which rounding makes {amount(f.floor.size)}"
-    return "the same to the last bit" if same_steps(runs) else "though other losses differ"
+    if f.floor and f.floor.size:
+        return f"{text}, of which rounding makes {amount(f.floor.size)}"
+    if f.floor:
+        same = same_steps([r for s in f.ranked for r in s.taking_part])
+        return f"{text}, {'the same to the last bit' if same else 'though other losses differ'}"
+    return text + ", each with another seed, so seeds and rounding both count" * several
 
 
 def _figure(f: Result, s: Setting) -> str:

@@ -162,8 +162,11 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
         else:
             d, worse = standing.found[other.identity]
-            if f.foreign and not f.target:
-                d = _as_written(d, lead, other)
+            if f.foreign and not f.target:  # what a table's rounding adds to the error
+                values = [*lead.seeds.values(), *other.seeds.values()]
+                decimals = max(-int(Decimal(repr(y)).as_tuple().exponent) for y in values)
+                more = 10.0**-decimals / math.sqrt(6 * d.seeds) if decimals < 10 else 0.0
+                d = replace(d, error=math.hypot(d.error, more))
             other.difference = d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size = d.mean if abs(d.mean) > resolution else 0.0
@@ -173,15 +176,6 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             if other.verdict == Verdict.SAME:
                 other.verdict = Verdict.UNDECIDED
     return lead, standing
-
-
-def _as_written(d: Difference, *settings: Setting) -> Difference:
-    """Return a difference with what a table's rounding of its figures adds to the error."""
-    values = [y for s in settings for y in s.seeds.values()]
-    decimals = max(-int(Decimal(repr(y)).as_tuple().exponent) for y in values)
-    if decimals > 9:  # as they were computed
-        return d
-    return replace(d, error=math.hypot(d.error, 10.0**-decimals / math.sqrt(6 * d.seeds)))
 
 
 def _equal(a: Setting, b: Setting) -> bool:

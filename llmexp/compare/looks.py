@@ -9,7 +9,7 @@ stays so, and gets no further seeds.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from llmexp.compare.inference import FEW, Difference, Model, fit_model, judged
@@ -65,7 +65,7 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     left, out = list(candidates), dict[object, Seen]()
     last: Seen | None = None
     for seeds, level in looks:
-        seen = _together([over(r, seeds) for r in left], sign, level)
+        seen = _together(left, seeds, sign, level)
         if seen is None or level <= 0:
             continue
         last = seen
@@ -80,40 +80,36 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     lead = next(r for r in candidates if r.identity == first)
     whole: Seen | None = None
     if len(looks) > 1:  # also those that are out
-        whole = _together([over(r, looks[-1][0]) for r in candidates], sign, last.level)
+        whole = _together(candidates, looks[-1][0], sign, last.level)
     return Stood(lead, found, whole or last)
 
 
-def over(r: Setting, seeds: Collection[str] | None) -> Setting:
-    """Return a setting as it stands over some of its seeds."""
-    if seeds is None:
-        return r
-    return replace(r, seeds={s: y for s, y in r.seeds.items() if s in seeds})
+def _together(
+    candidates: Sequence[Setting], seeds: Collection[str] | None, sign: float, level: float
+) -> Seen | None:
+    """Fit the model to the settings that can be judged together over some of their seeds.
 
-
-def _together(candidates: Sequence[Setting], sign: float, level: float) -> Seen | None:
-    """Fit the model to the settings that can be judged together; None where there are none.
-
-    These share seeds, or have enough seeds of their own, whichever are more.
+    These share seeds, or have enough seeds of their own, whichever are more. None where there are
+    none.
     """
-    several = [r for r in candidates if len(r.seeds) > 1]
-    own = [r for r in several if len(r.seeds) >= FEW]
-    for members in (several, *sorted((connected(several), own), key=len, reverse=True)):
+    known = {
+        r: {s: sign * y for s, y in r.seeds.items() if seeds is None or s in seeds}
+        for r in candidates
+    }
+    several = [r for r in candidates if len(known[r]) > 1]
+    own = [r for r in several if len(known[r]) >= FEW]
+    left, connected = list(several), list[Setting]()
+    while left:  # the largest set of which each shares two seeds or more with another
+        found = [left.pop()]
+        for r in found:  # which grows
+            near = [o for o in left if len(known[r].keys() & known[o].keys()) > 1]
+            found += near
+            left = [o for o in left if o not in near]
+        connected = max(connected, found, key=len)
+    connected = [r for r in several if r in connected]
+    for members in (several, *sorted((connected, own), key=len, reverse=True)):
         if len(members) > 1:
-            model = fit_model([{s: sign * y for s, y in r.seeds.items()} for r in members])
+            model = fit_model([known[r] for r in members])
             if model and (model.blocked or len(own) >= len(members)):
                 return Seen(members, model, level)
     return None
-
-
-def connected(rivals: Sequence[Setting]) -> list[Setting]:
-    """Return the largest set of settings of which each shares two seeds or more with another."""
-    left, best = list(rivals), list[Setting]()
-    while left:
-        found = [left.pop()]
-        for r in found:  # which grows
-            near = [o for o in left if len(r.seeds.keys() & o.seeds.keys()) > 1]
-            found += near
-            left = [o for o in left if o not in near]
-        best = max(best, found, key=len)
-    return [r for r in rivals if r in best]

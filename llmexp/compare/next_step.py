@@ -6,23 +6,28 @@ The rules are asked in the order of `NEXT_RULES`; the first one that has a step 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 from llmexp.compare.budgets import common
 from llmexp.compare.inference import FEW
 from llmexp.compare.judging import needed
-from llmexp.compare.known import Known, Step, before
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
+from llmexp.config.commands import command_words, own_parts
 from llmexp.config.convert import check_range
-from llmexp.config.knobs import SEED, fields, fresh_seeds
+from llmexp.config.knobs import SEED, fields, fresh_seeds, is_record
 from llmexp.config.labels import plural
-from llmexp.config.values import ConfigError, override_value
+from llmexp.config.values import ConfigError, override_value, pasteable
 from llmexp.folders import ledger
 from llmexp.folders.ending import COMES_AGAIN
 from llmexp.run.budget import BUDGETS, sized_by
-from llmexp.system.text import listed
+from llmexp.system.text import columns, duration, in_lines, listed
 
 MOST_SEEDS = 12  # of a setting: a difference that needs more is not worth them
 FIRST_SEEDS, ALL_SEEDS = 2, 8  # of a sweep that decides by itself, unless it is given others
@@ -30,6 +35,192 @@ MOST_SETTINGS = 8  # that get further seeds, the best ones
 # Numbers that have a best value in between.
 TUNED = ("optimizer.", "schedule.", "clip.", "model.dropout", "batch.real_batch_size",
          "batch.gradient_accumulation_steps")  # fmt: skip
+_PLACE = ("--config-dir", "-cd", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Propose what to do next: a command, its cost, and why."""
+
+    rule: str  # the name of a rule of NEXT_RULES, or nothing
+    why: str
+    words: tuple[str, ...] = ()  # of the command, after `llmexp`; none where there is none
+    runs: int = 0
+    tokens: int = 0  # to be trained on, of all runs
+    hours: float | None = None  # one run after another; None: not known
+    beside_s: float = 0.0  # seconds of each run beside its steps, which `hours` has
+
+    @property
+    def command(self) -> str:
+        """Return the command, ready to paste; empty where there is none."""
+        return " ".join(["llmexp", *map(pasteable, self.words)]) if self.words else ""
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp next --json` prints."""
+        cost = {key: getattr(self, key) for key in ("runs", "tokens", "hours", "beside_s")}
+        how = {"command": self.command or None, "words": list(self.words)}
+        return {"rule": self.rule, "why": self.why, **how, "cost": cost}
+
+    def __str__(self) -> str:
+        if not self.words:
+            return f"{self.rule}: {self.why}"
+        time = "" if self.hours is None else f", about {duration(3600 * self.hours)}"
+        if time and self.beside_s:
+            time += f" with {duration(self.beside_s)} for the start and end of each"
+        cost = f"{plural(self.runs, 'run')}, {self.tokens:,} tokens{time}"
+        return f"{self.command}\n{cost}\n{self.rule}: {self.why}"
+
+    def show(self) -> None:
+        """Print the step as wide as the terminal is; its command stays one line, to be copied."""
+        for line in str(self).splitlines():
+            print(line if line == self.command else in_lines(line, columns()))
+
+
+def before(r: Record) -> float:
+    """Return the tokens that the parents of a fork trained on; 0 for a run that is none."""
+    return r.parent.get("tokens", 0)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Hold what the rules ask: the findings, and which overrides made each setting."""
+
+    f: Result
+
+    @property
+    def runs(self) -> list[Record]:
+        return self.f.runs
+
+    @cached_property
+    def sweep(self) -> ledger.Ledger | None:
+        """Return the sweep that all runs belong to, if there is one."""
+        one = self.f.sweep
+        return ledger.read_ledger(one) if one and ledger.is_sweep(one) else None
+
+    @cached_property
+    def overrides(self) -> dict[Path, dict[str, str]]:
+        """Return the overrides of each run, as text by key, as its run.json has them."""
+        found = {}
+        for r in self.runs:
+            pairs = (text.partition("=") for text in r.facts.get("overrides") or ())
+            found[r.path] = {k: v for k, is_, v in pairs if is_}
+        return found
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Return the keys whose overrides tell the settings apart."""
+        of = list(self.overrides.values())
+        keys = dict.fromkeys(key for given in of for key in given)
+        swept = {key for r in self.runs if self.sweep for key in r.swept}  # also of a part of it
+        varied = (k for k in keys if k in swept or len({given.get(k) for given in of}) > 1)
+        apart = (SEED, TWIN) if self.sweep else (SEED, TWIN, *BUDGETS)
+        return [k for k in varied if (key := k.lstrip("+")) not in apart and not is_record(key)]
+
+    @cached_property
+    def settings(self) -> dict[Setting, dict[str, str]]:
+        """Return the overrides that make each setting; empty where they tell none apart."""
+        found = {}
+        for e in (e for e in self.f.settings if not e.values.get(TWIN)):
+            given, config = self.overrides[e.runs[0].path], e.runs[0].config
+            known = self.sweep or e.runs[0].facts.get("overrides") is not None
+            known = known and all(key in given or key.lstrip("+") in config for key in self.keys)
+            if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
+                own = ((key, given.get(key)) for key in self.keys)
+                found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
+        different = {tuple(own.values()) for own in found.values()}
+        return found if len(different) == len(found) else {}
+
+    def values(self, settings: Iterable[Setting]) -> dict[str, list[str]]:
+        """Return the values that settings have of the keys that tell them apart."""
+        of = [self.settings[s] for s in settings]
+        return {key: list(dict.fromkeys(own[key] for own in of)) for key in self.keys}
+
+    def name(self, key: str) -> str:
+        """Return a key as the table shows it."""
+        return self.f.names.get(key, key)
+
+    def resumed(self, rule: str, why: str, override: str, runs: int) -> Step:
+        """Return the step that goes on with the sweep."""
+        assert self.sweep is not None
+        return self.costed(rule, why, ("resume", str(self.sweep.path), override), runs)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Return the mean budget of the runs in tokens, of a fork without its parent's."""
+        known = [n - before(r) for r in self.runs if (n := r.facts.get("max_tokens"))]
+        return round(sum(known) / max(1, len(known)))
+
+    def step(
+        self, rule: str, why: str, changes: Mapping[str, Sequence[str]], anew: bool = False
+    ) -> Step | None:
+        """Return the step that trains the points of a grid, but for those that the sweep has.
+
+        It is a sweep of its own (`anew`) for runs without a sweep. One that decides by itself
+        chooses the seeds of a further value too.
+        """
+        chosen = SEED if self.f.looks and not anew else None
+        grid = [f"{k}={','.join(values)}" for k, values in changes.items() if k != chosen]
+        words = ("train", "-m", *self.base(changes), *grid)
+        each, there = self.tokens, set()
+        if "train.max_tokens" in changes:
+            each = int(changes["train.max_tokens"][0]) - round(fmean(map(before, self.runs)))
+        if self.sweep and not anew:
+            words = ("resume", str(self.sweep.path), *grid)
+            for e, own in self.settings.items():
+                there |= {tuple({**own, SEED: r.seed}.get(k) for k in changes) for r in e.runs}
+        runs = len(set(itertools.product(*changes.values())) - there)
+        return self.costed(rule, why, words, runs, each) if runs else None
+
+    def costed(
+        self, rule: str, why: str, words: Sequence[str], runs: int, each: float | None = None
+    ) -> Step:
+        """Return the step of a command that trains so many runs, on `each` tokens or their mean."""
+        tokens = round(runs * (self.tokens if each is None else each))
+        name, *given = words
+        parts = dict.fromkeys(part for r in self.runs for part in own_parts(r.config))
+        whole = command_words(name, *given, parts=parts)
+        if (hours := self.hours(tokens)) is not None:
+            hours += runs * self.beside_s / 3600
+        return Step(rule, why, whole, runs, tokens, hours, self.beside_s)
+
+    @cached_property
+    def beside_s(self) -> float:
+        """Return the seconds of a run beside its steps: its start, evaluations, saves and end.
+
+        It is what its status.json has beyond its training: the median; of a run that went on,
+        status.json has the last part alone. 0 where no run tells it.
+        """
+        beyond = []
+        for r in self.runs:
+            begin, end = map(r.status.get, ("started", "ended"))
+            steps = r.figures.get("train_time")
+            if begin is not None and end is not None and steps is not None:
+                beyond.append(end - begin - steps)
+        return median([s for s in beyond if s >= 0] or [0.0])
+
+    def base(self, changed: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the overrides that all runs share, less those that are changed."""
+        first = self.overrides[self.runs[0].path]
+        same = [k for k in first if all(o.get(k) == first[k] for o in self.overrides.values())]
+        tracker = self.runs[0].config.get("tracker.kind")  # no record keeps its override
+        gone = {*changed, "train.stop_step", *(BUDGETS if "train.max_tokens" in changed else ())}
+        words = [f"{k}={first[k]}" for k in same if k not in gone]
+        return self.place() + words + [f"tracker={tracker}"] * (tracker in ("none", "trackio"))
+
+    def place(self) -> list[str]:
+        """Return the words of the command that say where its options and its points are."""
+        given = self.sweep.arguments if self.sweep else self.runs[0].facts.get("place") or ()
+        pairs = zip(["", *given], given, strict=False)
+        return [w for before, w in pairs if w.lstrip("+").startswith(_PLACE) or before in _PLACE]
+
+    def hours(self, tokens: float) -> float | None:
+        """Return the hours that so many tokens take at the rate of the runs' own steps."""
+        known = [
+            r.figures for r in self.runs if {"train_time", "tokens_per_sec"} <= r.figures.keys()
+        ]
+        done = sum(r["train_time"] * r["tokens_per_sec"] for r in known)
+        return tokens * sum(r["train_time"] for r in known) / done / 3600 if done else None
 
 
 def propose(f: Result) -> Step:
@@ -68,19 +259,16 @@ def rest(k: Known) -> Step | None:
         more = f" Of {len(stopped)} such runs this is the first." * (len(stopped) > 1)
     if not left and not unchosen:
         return None
-    tokens = round(sum(_left(records[p]) if p in records else k.tokens for p in left))
-    tokens += unchosen * k.tokens
+    tokens = unchosen * k.tokens
+    for p in left:  # of a run what it has still to train on
+        r = records.get(p)
+        seen = [before(r), *r.steps["tokens"]][-1] if r else 0
+        tokens += round(max(0, r.facts.get("max_tokens", 0) - seen)) if r else k.tokens
     why = f"{plural(len(left), 'run')} did not come to the end.{more}"
     if unchosen:
         why = "the search was stopped before its end."
     runs = len(left) + unchosen
     return k.costed("rest", why, ("resume", str(where)), runs, tokens / runs)
-
-
-def _left(r: Record) -> float:
-    """Return the tokens that a run has still to train on."""
-    seen = [before(r), *r.steps["tokens"]][-1]
-    return max(0.0, r.facts.get("max_tokens", 0) - seen)
 
 
 def budget(k: Known) -> Step | None:
@@ -160,43 +348,34 @@ def _lines(k: Known) -> list[tuple[str, float, dict[float, Setting | None]]]:
     return found
 
 
-def _with(k: Known, key: str, value: float, why: str, line: Collection[float]) -> Step | None:
-    """Return the step that trains the best setting with another value of a key than its `line`."""
-    lead = k.f.ranked[0]
-    own = k.settings[lead]
-    whole = all(text.isdigit() for text in k.values(k.settings)[key])
-    text = str(round(value)) if whole else f"{value:.2g}"
-    steps = lead.taking_part[0].facts.get("max_steps") or math.inf
-    if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
-        return None
-    with contextlib.suppress(ConfigError):  # beyond what the knob takes
-        if knob := fields().get(key.lstrip("+")):
-            check_range(float(text), key, knob)
-        changes = {x: [own[x]] for x in k.keys} | {key: [text]}
-        changes[SEED] = sorted(lead.seeds, key=lambda s: (len(s), s))
-        return k.step("wider", why, changes)
-    return None
-
-
 def wider(k: Known) -> Step | None:
     """Widen the range of a number whose best value is at an edge, and towards which losses fall."""
-    f = k.f
-    for key, here, line in _lines(k):
-        for side in (-1, 1):
-            inner = sorted((v for v in line if side * v < side * here), key=lambda v: -side * v)
-            outside = any(side * v > side * here for v in line)
-            if outside or not inner or here <= 0 or inner[0] == math.inf:
-                continue
-            sizes = [f.metric.sign * r.size for v in inner[:2] if (r := line[v]) and r.size]
-            near = line[inner[0]]
-            falls = len(sizes) > 1 and sizes[1] > sizes[0] > f.min_effect
-            if near and (near.verdict == Verdict.WORSE or (falls and not near.difference)):
-                edge = "highest" if side > 0 else "lowest"
-                why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "
-                why += "and the loss still falls towards it."
-                beyond = here * here / inner[0] if inner[0] else 2 * here
-                if step := _with(k, key, beyond, why, line):
-                    return step
+    f, lead = k.f, k.f.ranked[0]
+    for (key, here, line), side in itertools.product(_lines(k), (-1, 1)):
+        inner = sorted((v for v in line if side * v < side * here), key=lambda v: -side * v)
+        outside = any(side * v > side * here for v in line)
+        if outside or not inner or here <= 0 or inner[0] == math.inf:
+            continue
+        sizes = [f.metric.sign * r.size for v in inner[:2] if (r := line[v]) and r.size]
+        near, falls = line[inner[0]], len(sizes) > 1 and sizes[1] > sizes[0] > f.min_effect
+        if not near or not (near.verdict == Verdict.WORSE or (falls and not near.difference)):
+            continue
+        beyond = here * here / inner[0] if inner[0] else 2 * here
+        whole = all(text.isdigit() for text in k.values(k.settings)[key])
+        text = str(round(beyond)) if whole else f"{beyond:.2g}"
+        steps = lead.taking_part[0].facts.get("max_steps") or math.inf
+        if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
+            continue
+        edge = "highest" if side > 0 else "lowest"
+        why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "
+        why += "and the loss still falls towards it."
+        with contextlib.suppress(ConfigError):  # beyond what the knob takes
+            if knob := fields().get(key.lstrip("+")):
+                check_range(float(text), key, knob)
+            changes = {x: [k.settings[lead][x]] for x in k.keys} | {key: [text]}
+            changes[SEED] = sorted(lead.seeds, key=lambda s: (len(s), s))
+            if step := k.step("wider", why, changes):
+                return step
     return None
 
 
@@ -245,26 +424,21 @@ def _affordable(f: Result) -> int:
     return max(MOST_SEEDS, 2 * len(f.looks[-1].seeds) if f.looks else 0)
 
 
-def _alone(k: Known) -> Step | None:
-    """Give a setting that has two seeds, and no rival, two further ones."""
-    why, lead = "two seeds are too few for an interval.", k.f.ranked[0]
-    if k.sweep and not k.sweep.grid:
-        fresh = sum(not r.trial for r in lead.taking_part)
-        return k.resumed("seeds", why, "sweep.search.seeds=4", 4 - fresh)
-    have = list(lead.seeds)
-    more = fresh_seeds(have, 2)
-    return k.step("seeds", why, {SEED: [*have, *more] if k.sweep else more})
-
-
 def compared(k: Known) -> Step | None:
     """Stop where losses do not compare, or nothing is known of how the runs were made."""
     f, ranked = k.f, k.f.ranked
     alone = len(ranked) == 1 and len(ranked[0].seeds) == 2
     if not (f.judged and (alone or (len(ranked) > 1 and f.comparable))):
         return Step("nothing", f.headline)
-    if k.settings and all(e in k.settings or e.values.get(TWIN) for e in ranked):
-        return _alone(k) if alone else None
-    return Step("nothing", f"no single command makes runs like these. {f.headline}")
+    if not k.settings or not all(e in k.settings or e.values.get(TWIN) for e in ranked):
+        return Step("nothing", f"no single command makes runs like these. {f.headline}")
+    if not alone:
+        return None
+    why, have = "two seeds are too few for an interval.", list(ranked[0].seeds)
+    if k.sweep and not k.sweep.grid:
+        fresh = sum(not r.trial for r in ranked[0].taking_part)
+        return k.resumed("seeds", why, "sweep.search.seeds=4", 4 - fresh)
+    return k.step("seeds", why, {SEED: [*have * bool(k.sweep), *fresh_seeds(have, 2)]})
 
 
 NEXT_RULES = (rest, budget, compared, confirm_screen, confirm_search, wider, decide, seeds)

@@ -141,8 +141,7 @@ def _of_budgets(f: Result) -> Iterator[Note]:
     places = _places(f)
     shares = [f"{100 * p.progress:.0f} % of {name}" for name, p in places.items()]
     if len({share.split()[0] for share in shares}) > 1:
-        kept = shares if len(shares) < 5 else [shares[0], "...", shares[-1]]
-        yield "Done where losses are read", ", ".join(kept)
+        yield "Done where losses are read", first_of(shares, 4)
     if equal(round(p.planned) for p in places.values()):
         return
     if f.foreign:
@@ -163,11 +162,9 @@ def _unknown(f: Result) -> str:
     runs = [r for r in f.taking_part if r.foreign]
     if not runs:
         return ""
-    what = ["schedule", "validation data", "code"]
-    if not any(len(positions(r, f.align)) for r in runs):
-        what.insert(0, "length")
-    said = "" if all(r.state for r in runs) else "; nor whether each came to its end"
-    return f"whether all have one {', '.join(what[:-1])} and {what[-1]}{said}"
+    length = "length, " * (not any(len(positions(r, f.align)) for r in runs))
+    ends = "" if all(r.state for r in runs) else "; nor whether each came to its end"
+    return f"whether all have one {length}schedule, validation data and code{ends}"
 
 
 def _unit(f: Result) -> str:
@@ -200,17 +197,13 @@ def _of_knobs(f: Result) -> Iterator[Note]:
     s, names = f.screen, f.names
     if s:
         pairs = {key: spelled(p, names, " + ") for key, p in s.confounded.items() if p}
-        mixed = [f"{names[key]} with {words}" for key, words in pairs.items()]
-        groups = [spelled(c.names, names) for c in s.others if len(c.names) > 1]
-        facts = {
-            3: f"an effect may be that of a pair instead: {'; '.join(mixed)}",
-            4: f"no effect is that of a pair; pairs are mixed: {'; '.join(groups)}",
-        }
-        how = facts.get(s.resolution, "no effect is mixed with a pair, nor pairs with each other")
-        yield (
-            f"Resolution {'III' if s.resolution == 3 else 'IV' if s.resolution == 4 else 'V'}",
-            how,
-        )
+        mixed = "; ".join(f"{names[key]} with {words}" for key, words in pairs.items())
+        groups = "; ".join(spelled(c.names, names) for c in s.others if len(c.names) > 1)
+        yield {
+            3: ("Resolution III", f"an effect may be that of a pair instead: {mixed}"),
+            4: ("Resolution IV", f"no effect is that of a pair; pairs are mixed: {groups}"),
+            5: ("Resolution V", "no effect is mixed with a pair, nor pairs with each other"),
+        }[s.resolution]  # fmt: skip
         if s.found:
             yield "To confirm them", "llmexp next proposes the sweep"
     elif f.runs and all(r.screen for r in f.runs):
@@ -228,10 +221,10 @@ def _of_knobs(f: Result) -> Iterator[Note]:
         )
     keys = [k for k in varying(f.settings, f.factors) if k not in (SEED, TWIN)]
     if len(keys) > 1:
-        found = importances([r.config for r in trials], keys, [r.figures[f.key] for r in trials])
-        told = sorted((i for i in found if i.told), key=lambda i: -i.share)
-        parts = [f"{names[i.key]} {i.share:.0%} ({i.low:.0%} to {i.high:.0%})" for i in told]
-        untold = [names[key] for key in keys if key not in [i.key for i in told]]
+        told = importances([r.config for r in trials], keys, [r.figures[f.key] for r in trials])
+        parts = [f"{names[key]} {share:.0%} ({low:.0%} to {high:.0%})"
+                 for key, (share, low, high) in told.items()]  # fmt: skip
+        untold = [names[key] for key in keys if key not in told]
         parts += [f"of {' and '.join(untold)} it is not known"] * bool(untold)
         yield f"Share of the order of {len(trials)} trials that knobs explain", ", ".join(parts)
 
@@ -293,7 +286,11 @@ def _why(f: Result) -> Iterator[Note]:
             "Rounding",
             "not measured; sweep.twins=1 trains the leading setting once more to measure it",
         )
-    yield from _halving(f)
+    rungs = sorted({r.rung for r in f.runs if r.rung is not None})
+    out = [listed([f.label_of(r) for r in f.runs if r.rung == share]) for share in rungs]
+    after = [f"{names} after {100 * share:.3g} %" for names, share in zip(out, rungs, strict=True)]
+    facts = f"{'; '.join(after)} of the steps; what was left out may be as good" * bool(rungs)
+    yield "Successive halving left out", facts
     for key, name in _FACTS.items():
         found = sorted({str(fact) for r in f.taking_part if (fact := r.facts.get(key))})
         yield name, listed(found) if len(found) > 1 else ""
@@ -313,30 +310,3 @@ def _where(f: Result) -> str:
     lacking = f"; no evaluation up to there: {listed(without)}"
     told = bool(without) and any(r.measured in r.columns for r in runs)
     return f"{f.position} {UNITS[f.align]}, {which}{lacking * told}"
-
-
-def _halving(f: Result) -> Iterator[Note]:
-    """Say which runs successive halving left out when, and how close the last of them were."""
-    rungs = sorted({r.rung for r in f.runs if r.rung is not None})
-    if not rungs or not f.ranked:
-        return
-    out = [
-        f"{listed([f.label_of(r) for r in f.runs if r.rung == share])} after {100 * share:.3g} %"
-        for share in rungs
-    ]
-    yield "Successive halving left out", f"{'; '.join(out)} of the steps"
-    best, known = f.ranked[0].taking_part[0], list[tuple[float, float, float, str]]()
-    for r in (r for r in f.runs if r.rung == rungs[-1]):
-        steps = evaluations(r, "steps")
-        if len(steps) and steps[-1] in evaluations(best, "steps"):
-            theirs, ours = (
-                float(x.columns["val/loss"][x.columns["step"] == steps[-1]][0]) for x in (r, best)
-            )
-            known.append((theirs, ours, float(steps[-1]), f.label_of(r)))
-    if known and f.metric.better == "lower":
-        theirs, ours, step, label = min(known)
-        yield (
-            f"Val losses at the last rung, step {step:,.0f}",
-            f"{f.label_of(best)} {f.digits(ours)}, the best one left out ({label}) "
-            f"{f.digits(theirs)}, which might have caught up",
-        )

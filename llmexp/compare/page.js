@@ -10,7 +10,7 @@
     const config = { displaylogo: false, responsive: true, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
     // On a phone the names of the curves stand below them, and the figure is as high as they need.
-    const names = holder.closest(".grid") ? [] : figure.data.filter(trace => trace.showlegend);
+    const names = holder.closest(".grid") ? [] : figure.data.filter(trace => trace.showlegend && trace.visible !== false);
     const wide = names.some(trace => trace.name.replace(/<[^>]*>/g, "").length > 20); // one in a row
     const rows = Math.ceil(names.length / (wide ? 1 : 2)), below = 19 * rows;
     const look = () => {

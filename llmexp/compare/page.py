@@ -10,9 +10,8 @@ from plotly.offline import get_plotlyjs
 
 from llmexp import features
 from llmexp.compare import curves, plots
-from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document
+from llmexp.compare.document import PLOTLY_FILE, Cell, Row, Section, document, styles
 from llmexp.compare.figures import UNITS
-from llmexp.compare.plotting import styles
 from llmexp.compare.records import TWIN, Record, Result
 from llmexp.compare.table import columns_in_full, marks_of, shown_columns
 from llmexp.config.labels import plural
@@ -31,10 +30,7 @@ def write_beside(comparison: Result, where: Path) -> Path:
 
 def mirrored(c: Result) -> SweepAnswer:
     """Return the answer of a sweep as a tracker gets it, with a verdict for each run."""
-    full, settings = columns_in_full(c), c.settings
-    standing = ("name", "mark", "difference", "half", "basis")
-    table = {k: full.pop(k) for k in standing} | {"seeds": [len(s.runs) for s in settings]}
-    table |= {"state": full.pop("state"), **{k: v for k, v in full.items() if k != "path"}}
+    table = {key: values for key, values in columns_in_full(c).items() if key != "path"}
     notes = "\n".join([c.headline, "", *(f"- {note}" for note in c.notes)])
     return SweepAnswer(notes.strip(), table, page(c), marks_of(c))
 
@@ -52,7 +48,7 @@ def page(c: Result, inline: bool = True) -> str:
 
 def sections(c: Result) -> list[Section]:
     """Return the parts of the page; their figures are those of an answer in Python too."""
-    found = [
+    return [
         Section("verdict", "The verdict", plots.verdict_plot(c)),
         _looks(c),
         Section("losses", "Losses", curves.losses(c)),
@@ -65,7 +61,6 @@ def sections(c: Result) -> list[Section]:
         Section("other-curves", "Other curves", curves.quantities(c), folded=True),
         *(section(c) for section in features.offered("page", "section")),
     ]
-    return [part for part in found if part.plots or part.rows]
 
 
 def number_cells(*values: Any, digits: int = 3) -> list[Cell]:

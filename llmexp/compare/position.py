@@ -5,6 +5,7 @@ last position at which each of them was evaluated, to a step."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,14 +26,8 @@ class Position:
     slack: float  # a validation loss counts that was measured at most so far before
 
 
+@functools.lru_cache(4096)
 def positions(record: Record, align: str) -> np.ndarray:
-    """Return what `_positions` finds, which is computed once for a run."""
-    if align not in record.places:
-        record.places[align] = _positions(record, align)
-    return record.places[align]
-
-
-def _positions(record: Record, align: str) -> np.ndarray:
     """Return the position after each step in target tokens, steps, or seconds of training.
 
     Empty where it is not known; of a fork with what its parents had. Document masks hide other
@@ -135,8 +130,23 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     seen = {r: at for r in records if len(at := evaluations(r, align))}
     # runs without an evaluation so far
     most = min((at for r, at in ends.items() if r not in seen), default=np.inf)
-    last = _last_common([(at, steps[r]) for r, at in seen.items()], most)
-    return last or (Position(end, 0.0) if np.isfinite(most) else None)
+    otherwise = Position(end, 0.0) if np.isfinite(most) else None
+    several = np.unique([at for where in seen.values() for at in where])
+    lengths = np.array([steps[r] for r in seen])
+    while count := int(np.searchsorted(several, most, side="right")):
+        here = float(several[count - 1])
+        before = [where[: until(where, here)] for where in seen.values()]
+        if not all(map(len, before)):
+            break
+        last = np.array([where[-1] for where in before])
+        # each two stand no further apart than the longer of their steps
+        ends_of, longest = np.unique([last, lengths], axis=1)
+        apart = np.abs(np.subtract.outer(ends_of, ends_of))
+        if (apart <= np.maximum.outer(longest, longest)).all():
+            return Position(here, here - float(last.min()))
+        # the hindmost stays where it is until `most` falls below it: the others must come to it
+        most = min(np.nextafter(here, -np.inf), float(last.min() + lengths.max()))
+    return otherwise
 
 
 def tokens_of_step(record: Record) -> float:
@@ -145,27 +155,3 @@ def tokens_of_step(record: Record) -> float:
     sizes = [stage["real_batch_size"] for stage in record.facts.get("stages") or ()]
     length = record.facts.get("sequence_length", 0)
     return max([per_step, *(size * length for size in sizes)])
-
-
-def _last_common(of_runs: Sequence[tuple[np.ndarray, float]], most: float) -> Position | None:
-    """Return the last position up to `most` at which all runs were evaluated, to a step.
-
-    None where there is none. `of_runs`: positions of evaluations, and the length of a step, of
-    each run.
-    """
-    several = np.unique([at for where, _ in of_runs for at in where])
-    steps = np.array([step for _, step in of_runs])
-    while count := int(np.searchsorted(several, most, side="right")):
-        at = float(several[count - 1])
-        seen = [where[: until(where, at)] for where, _ in of_runs]
-        if not all(map(len, seen)):
-            return None
-        last = np.array([where[-1] for where in seen])
-        # each two stand no further apart than the longer of their steps
-        ends, lengths = np.unique([last, steps], axis=1)
-        apart = np.abs(np.subtract.outer(ends, ends))
-        if (apart <= np.maximum.outer(lengths, lengths)).all():
-            return Position(at, at - float(last.min()))
-        # the hindmost stays where it is until `most` falls below it: the others must come to it
-        most = min(np.nextafter(at, -np.inf), float(last.min() + steps.max()))
-    return None

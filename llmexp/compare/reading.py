@@ -16,7 +16,7 @@ from llmexp.compare.records import Record
 from llmexp.config.labels import plural
 from llmexp.folders import rundir
 from llmexp.folders.door import scan_rows
-from llmexp.folders.find import SweepFolder
+from llmexp.folders.find import SweepFolder, find
 from llmexp.folders.folder import RunFolder, clean_name
 from llmexp.folders.rows import LINEAGE
 from llmexp.folders.steps import FIELDS, STEPS_BIN, steps_in
@@ -36,6 +36,11 @@ def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
                 name = clean("/".join(r.path.resolve().parts[-levels - 1 :]))
                 records[i] = dataclasses.replace(r, name=name)
     return records
+
+
+def runs_in(path: Path) -> list[Record]:
+    """Return the runs of a sweep as they are compared."""
+    return read(find([path])[0])
 
 
 def _record(path: Path, sweep: SweepFolder) -> Record:

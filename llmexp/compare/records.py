@@ -61,7 +61,6 @@ class Record:
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
-    places: dict[str, np.ndarray] = field(default_factory=dict, init=False)  # of its steps, by axis
 
     @property
     def step(self) -> int:
@@ -307,11 +306,6 @@ class Result:
         return sweeps.pop() if len(sweeps) == 1 else None
 
     @property
-    def sentences(self) -> tuple[str, ...]:
-        """Return all that was found, the answer first."""
-        return tuple(text for text in (self.headline, *self.notes, *self.why) if text)
-
-    @property
     def key(self) -> str:
         """Return the key of the metric."""
         return self.metric.key
@@ -328,12 +322,12 @@ class Result:
 
     @property
     def _of_source(self) -> bool:
-        return any(self.key == r.measured for s in self.settings for r in s.runs)
+        return any(self.key == r.measured for r in self.runs)
 
     @property
     def foreign(self) -> bool:
         """Tell whether llmexp did not train some of the runs."""
-        return any(r.foreign for s in self.settings for r in s.runs)
+        return any(r.foreign for r in self.runs)
 
     @property
     def names(self) -> dict[str, str]:

@@ -241,21 +241,13 @@ def _stepped(p: Sequence[float], rate: float) -> list[bool]:
     return [x <= most for x in p]
 
 
-@dataclass(frozen=True)
-class Importance:
-    """The share of the order of the trials' losses that a knob explains beyond the others."""
-
-    key: str
-    share: float
-    low: float  # ends of its 95 % interval
-    high: float
-    told: bool  # whether chance alone would hardly make it so large
-
-
 def importances(
     trials: Sequence[Mapping[str, object]], keys: Sequence[str], losses: Sequence[float]
-) -> list[Importance]:
-    """Return what each knob explains of the ranks of the losses of a search beyond all others.
+) -> dict[str, tuple[float, ...]]:
+    """Return the shares of the ranks of a search's losses that knobs explain beyond all others.
+
+    Each has the ends of its 95 % interval beside it, the largest share first; those are left out
+    that chance alone could make so large.
 
     By least squares: a number has a parabola, of its logarithm where it spans a decade; anything
     else has a level each. Intervals are quantiles over resampled trials. A knob is told by an F
@@ -280,7 +272,7 @@ def importances(
 
     spare = len(trials) - int(np.linalg.matrix_rank(design(every)))
     if spare < 5:  # degrees of freedom that the noise needs
-        return []
+        return {}
     share, random = shares(every), np.random.default_rng(0)
     again = [shares(random.choice(every, len(every))) for _ in range(400)]
     low, high = np.quantile(again, (0.025, 0.975), axis=0)
@@ -288,8 +280,8 @@ def importances(
     p = fdtrc(sizes, spare, share / sizes / (max(left(every), 1e-12) / spare))
     order = np.argsort(p)
     holm = np.maximum.accumulate(p[order] * np.arange(len(keys), 0, -1)) < 0.05
-    told = holm[np.argsort(order)]
-    return list(map(Importance, keys, *(x.tolist() for x in (share, low, high, told))))
+    told = [i for i in np.argsort(-share) if holm[np.argsort(order)][i]]
+    return {keys[i]: (float(share[i]), float(low[i]), float(high[i])) for i in told}
 
 
 def _columns(values: Sequence[object]) -> np.ndarray:

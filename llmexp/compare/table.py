@@ -138,12 +138,13 @@ def columns_in_full(c: Result, ends: bool = True) -> dict[str, list[Any]]:
     of = c.settings
     found: dict[str, list[Any]] = {
         "name": [s.name for s in of],
-        "path": [str(s.runs[0].path) for s in of],
-        "state": [s.state for s in of],
         "mark": [s.mark or None for s in of],
         "difference": [s.size for s in of],
         "half": [s.half for s in of],
         "basis": [s.basis or None for s in of],
+        "seeds": [len(s.runs) for s in of],
+        "state": [s.state for s in of],
+        "path": [str(s.runs[0].path) for s in of],
     }
     keys = [key for key in c.differing if any(key in s.values for s in of)]
     found |= {key: [s.values.get(key) for s in of] for key in keys}
@@ -166,26 +167,21 @@ def marks_of(c: Result) -> dict[Path, dict[str, Any]]:
     return marks
 
 
-def _rows_of(c: Result) -> list[dict[str, Any]]:
-    """Return what is known of each setting, under the same keys for all, None where it is not."""
-    full, rows = columns_in_full(c, ends=False), []
-    for s, *values in zip(c.settings, *full.values(), strict=True):
-        row = dict(zip(full, values, strict=True)) | {"label": s.label, "intervals": s.intervals}
-        row |= features.merged("compare", "values", s, full)
-        rows.append(row | {"paths": [str(r.path) for r in s.runs]})
-    return rows
-
-
-def to_json(c: Result) -> str:
-    """Return strict JSON.
+def data(c: Result) -> dict[str, Any]:
+    """Return what --json prints, which is strict.
 
     It is {"headline": "...", "notes": [...], "runs": [{name, path, state, keys that differ,
     figures, ...}], ...}.
     """
-    runs = [{key: _strict(value) for key, value in row.items()} for row in _rows_of(c)]
-    names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
-    whole: dict[str, Any] = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
-    whole |= {name: getattr(c, name) for name in names} | {"metric": c.key}
+    full, runs = columns_in_full(c, ends=False), []
+    for s, *values in zip(c.settings, *full.values(), strict=True):  # the same keys for all
+        row = dict(zip(full, values, strict=True)) | {"label": s.label, "intervals": s.intervals}
+        row |= features.merged("compare", "values", s, full)
+        row["paths"] = [str(r.path) for r in s.runs]
+        runs.append({key: _strict(value) for key, value in row.items()})
+    names = ("headline", "notes", "why", "problems", "align", "align_at", "batch", "differing")
+    whole = {name: getattr(c, name) for name in names} | {"metric": c.key, "runs": runs}
+    whole["sentences"] = [text for text in (c.headline, *c.notes, *c.why) if text]
     whole["screen"] = c.screen and {
         "runs": c.screen.runs,
         "resolution": c.screen.resolution,
@@ -197,7 +193,7 @@ def to_json(c: Result) -> str:
         ],
     }
     whole["target"] = c.target and {"key": c.target.key, "value": c.target.value}
-    return json.dumps(whole, indent=2, allow_nan=False) + "\n"
+    return dict(json.loads(json.dumps(whole, allow_nan=False)))
 
 
 def _strict(value: Any) -> Any:

@@ -40,23 +40,6 @@ BUSY = 0.35  # share of the peak from which arithmetic is what limits
 _Row = dict[str, Any]
 
 
-def _row_of(record: Record) -> _Row:
-    """Return the figures of one run, by title; None where one is not known.
-
-    Rates are medians over the rows, without the first one, which warms up.
-    """
-    row: _Row = {title: record.facts.get(key) for title, key in FACTS.items()}
-    row |= {title: median(record, key) for title, key in MEDIANS.items()}
-    per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
-    memory = finite(record.columns, "peak_memory_gib")
-    return row | {
-        "it/s": 1 / row["s/it"] if row["s/it"] else None,
-        "TFLOP/s per rank (6ND)": 6 * size * per_rank / 1e12 if per_rank and size else None,
-        "peak memory (GiB)": float(memory.max()) if len(memory) else None,
-        "state": record.state,
-    }
-
-
 def median(record: Record, key: str) -> float | None:
     """Return the median of a column without its first row, or with it where there is no other."""
     values = finite(record.columns, key)
@@ -66,11 +49,25 @@ def median(record: Record, key: str) -> float | None:
 
 
 def rows_of(records: Sequence[Record]) -> list[_Row]:
-    """Return a row a run, in the order of the grid, with verdicts."""
-    rows = sorted(
-        map(_row_of, records),
-        key=lambda row: [str(row[k] or "") if k in _ORDER[:2] else row[k] or 0 for k in _ORDER],
-    )
+    """Return a row a run by title, in the order of the grid, with verdicts; None: not known.
+
+    Rates are medians over the rows, without the first one, which warms up.
+    """
+    rows = []
+    for record in records:
+        row: _Row = {title: record.facts.get(key) for title, key in FACTS.items()}
+        row |= {title: median(record, key) for title, key in MEDIANS.items()}
+        per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
+        memory = finite(record.columns, "peak_memory_gib")
+        row |= {
+            "it/s": 1 / row["s/it"] if row["s/it"] else None,
+            "TFLOP/s per rank (6ND)": 6 * size * per_rank / 1e12 if per_rank and size else None,
+            "peak memory (GiB)": max(map(float, memory), default=None),
+            "state": record.state,
+        }
+        rows.append(row)
+    rows.sort(key=lambda row: [str(row[k] or "") if k in _ORDER[:2] else row[k] or 0
+                               for k in _ORDER])  # fmt: skip
     for row in rows:
         row |= {"verdict": _verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
     return rows
@@ -114,9 +111,17 @@ def _verdict(row: _Row, rows: Sequence[_Row]) -> str | None:
     return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
-def rate_cells(rows: Sequence[_Row]) -> list[list[str]]:
-    """Return the titles of which some row has a figure, and a line of texts for each row."""
+def write(records: Sequence[Record], where: Path) -> list[list[str]]:
+    """Write throughput.csv into the folder; return its cells as they are printed.
+
+    The file is in full precision, and blank where nothing was measured.
+    """
+    rows, out = rows_of(records), io.StringIO()
     titles = [title for title in TITLES if any(row[title] is not None for row in rows)]
+    writer = csv.DictWriter(out, titles, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    fileio.write_whole(where / "throughput.csv", out.getvalue())
     forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}
 
     def text(title: str, value: Any) -> str:
@@ -124,18 +129,3 @@ def rate_cells(rows: Sequence[_Row]) -> list[list[str]]:
         return "" if value is None else format(value, form)
 
     return [titles, *([text(title, row[title]) for title in titles] for row in rows)]
-
-
-def write(records: Sequence[Record], where: Path) -> list[list[str]]:
-    """Write throughput.csv into the folder; return its cells as they are printed.
-
-    The file is in full precision, and blank where nothing was measured.
-    """
-    rows = rows_of(records)
-    found = rate_cells(rows)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, found[0], extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    fileio.write_whole(where / "throughput.csv", out.getvalue())
-    return found

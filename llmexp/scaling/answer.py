@@ -13,8 +13,8 @@ import numpy as np
 from llmexp.config.values import ConfigError, nearest
 from llmexp.scaling.gain import Gain, gain
 from llmexp.scaling.isoflop import Parabolas, parabolas
-from llmexp.scaling.ladders import CELL, COUNTS, GIVEN, Ladder, LawPoint, counts_of, ladders
-from llmexp.scaling.law import LEAST, LEAST_OF_POWER, OWN_AXES, Power, Surface
+from llmexp.scaling.ladders import CELL, GIVEN, Ladder, LawPoint, counts_of, ladders
+from llmexp.scaling.law import OWN_AXES, Power, Surface
 from llmexp.system.text import listed, number
 
 FORMS = ("surface", "isoflop", "power")
@@ -60,13 +60,6 @@ def fit(
     or a size and tokens, such as N=1e9,D=2e10. `figure` and `filter` are of runs of others.
     Raises ConfigError for what cannot be fitted.
     """
-    for name, value, known in (("form", form, FORMS), ("count", count, tuple(COUNTS))):
-        if value is not None and value not in known:
-            raise ConfigError(
-                "unknown_option",
-                f"--{name} {value}: must be one of {', '.join(known)}; for example --{name} "
-                f"{known[0]}",
-            )
     if by is not None and form not in (None, "power"):
         raise ConfigError(
             "conflict", f"--by {by}: is of a power law; for example --form power --by {by}"
@@ -79,70 +72,45 @@ def fit(
     axes = [by or _axis(ladder, counted) for ladder in found]
     if by is not None or (form is None and "" not in axes):
         form = "power"
-    place, target = _place(predict, form), None
-    if predict is not None and not place:
-        target = positive(predict, (axes[0] or "flops") if form == "power" else "FLOPs")
+    at = {} if predict is None else _targets(predict)
+    if form == "power" and "N" in at:
+        text = "is of a surface; a power law takes one number"
+        raise ConfigError("conflict", f"--predict {predict}: {text}")
+    place = (at["N"], at["D"]) if "N" in at else None
     answer = Answer(form or "surface", counted, [])
-    refused: list[tuple[Ladder, ConfigError]] = []
+    refused: list[ConfigError] = []
     for ladder, axis in zip(found, axes, strict=True):
         seed = len(answer.laws)  # or ladders of equally many runs would share their draws
         try:
             if form == "power":
-                answer.laws.append(Power(ladder, counted, axis or "flops", target, seed))
+                answer.laws.append(Power(ladder, counted, axis or "flops", at.get(""), seed))
             else:
-                answer.laws.append(Surface(ladder, counted, target, seed, place))
+                answer.laws.append(Surface(ladder, counted, at.get(""), seed, place))
         except ConfigError as error:
-            refused.append((ladder, error))
+            refused.append(error)
     if not answer.laws:
-        raise refused[0][1]
-    answer.problems = (*problems, *(str(e) for ladder, e in refused if not _stray(ladder, answer)))
+        raise refused[0]
+    answer.problems = (*problems, *map(str, refused))
     if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
         answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer
 
 
-def _stray(ladder: Ladder, answer: Answer) -> bool:
-    """Tell whether a ladder has too few runs for a law, which are then named with what is left out.
+def _targets(given: float | str) -> dict[str, float]:
+    """Return what to predict at: a number under "", or the N and D of N=1e9,D=2e10.
 
-    Nobody has meant one as a ladder.
+    Raises ConfigError.
     """
-    if len(ladder.points) >= (LEAST if answer.surfaces else LEAST_OF_POWER):
-        return False
-    out = answer.laws[0].ladder.out
-    apart = f"set apart by {ladder.apart or ladder.name}, and too few for a law"
-    for reason, names in ({apart: [p.name for p in ladder.points]} | ladder.out).items():
-        out.setdefault(reason, []).extend(names)
-    return True
-
-
-def _place(predict: float | str | None, form: str | None) -> tuple[float, float] | None:
-    """Return the size and the tokens of N=1e9,D=2e10; None for what is one number."""
-    if "=" not in str(predict):
-        return None
-    if form == "power":
-        text = "is of a surface; a power law takes one number"
-        raise ConfigError("conflict", f"--predict {predict}: {text}")
-    given = dict(part.strip().split("=", 1) for part in str(predict).split(",") if "=" in part)
-    if {*given} != {"N", "D"}:
-        text = "a size N and tokens D are needed; for example --predict N=1e9,D=2e10"
-        raise ConfigError("missing_value", f"--predict {predict}: {text}")
-    return positive(given["N"], "parameters"), positive(given["D"], "tokens")
-
-
-def positive(given: float | str, what: str = "FLOPs") -> float:
-    """Return the value to predict at. Raises ConfigError for what is none."""
+    parts = [part.rpartition("=") for part in str(given).split(",")]
     try:
-        value = float(given)
-    except (TypeError, ValueError):
-        value = -1.0
-    if not 0 < value < TOP:
-        example = "1e16" if what.lower() == "flops" else "1e9"
-        raise ConfigError(
-            "wrong_type",
-            f"--predict {given}: a number above 0 is needed, {what}; for example --predict "
-            f"{example}",
-        )
-    return value
+        found = {name.strip(): float(text) for name, _, text in parts}
+    except ValueError:
+        found = {}
+    if {*found} not in ({""}, {"N", "D"}) or not all(0 < v < TOP for v in found.values()):
+        text = "a number above 0 is needed, or a size and tokens"
+        example = "--predict 1e16, or --predict N=1e9,D=2e10"
+        raise ConfigError("wrong_type", f"--predict {given}: {text}; for example {example}")
+    return found
 
 
 def _count(points: Sequence[LawPoint], count: str | None) -> str:

@@ -74,7 +74,6 @@ class Ladder:
     out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     origin: Path = Path()  # where its runs lie
-    apart: str = ""  # what sets it apart from other ladders
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, tokens, FLOPs and losses of the points."""
@@ -238,12 +237,12 @@ def ladders(
     groups = _apart(settings, places)
     origins = [places[group[0].path] for group in groups]
     named = _names(groups, settings, origins)
-    for (name, apart), group, origin in zip(named, groups, origins, strict=True):
+    for name, group, origin in zip(named, groups, origins, strict=True):
         held = [r for r in group if not decayed(r)]
         if 0 < len(held) < len(group):  # a loss before the decay is no loss of such a budget
             out[UNDECAYED] = [r.name for r in held]
             group = [r for r in group if r not in held]
-        ladder = Ladder(name, [], out, origin=origin, apart=apart)
+        ladder = Ladder(name, [], out, origin=origin)
         found.append(_ladder(ladder, group, points, axis))
         out = {}
     if not found:
@@ -294,18 +293,18 @@ def _alike(runs: Sequence[Record], settings: Settings) -> dict[str, Any]:
 
 def _names(
     groups: Sequence[Sequence[Record]], settings: Settings, origins: Sequence[Path]
-) -> list[tuple[str, str]]:
-    """Name ladders by what sets them apart, or by their paths, with what sets these apart."""
+) -> list[str]:
+    """Name ladders by what sets them apart, or by their paths."""
     alike = [_alike(group, settings) for group in groups]
     values = {key: {repr(a.get(key)) for a in alike} for some in alike for key in some}
     keys = [key for key, found in values.items() if len(found) > 1]
     options = {k.partition(".")[0] for k in keys if k.endswith("._target_")}
     keys = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in options]
     if len(keys) > 3 or not keys:
-        return [(origin.name, listed(keys)) for origin in origins]
+        return [origin.name for origin in origins]
     told = [{key: a.get(key) for key in keys} for a in alike]
     one = len(keys) == 1 and options
-    return [(short_value(t[keys[0]]) if one else short_label(t), "") for t in told]
+    return [short_value(t[keys[0]]) if one else short_label(t) for t in told]
 
 
 def _tell_apart(found: Sequence[Ladder]) -> None:

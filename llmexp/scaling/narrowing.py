@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.known import Known, Step
+from llmexp.compare.next_step import Known, Step
 from llmexp.compare.records import TWIN, Result
 from llmexp.config.knobs import SEED
 from llmexp.config.values import ConfigError

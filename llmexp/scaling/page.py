@@ -9,8 +9,20 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.document import Cell, Row, Section, document
-from llmexp.compare.plotting import ABOVE, GREY, TEN_COLOURS, Plot, packed, palette, plot, text
+from llmexp.compare.document import (
+    ABOVE,
+    GREY,
+    TEN_COLOURS,
+    Cell,
+    Plot,
+    Row,
+    Section,
+    document,
+    packed,
+    palette,
+    plot,
+    text,
+)
 from llmexp.config.labels import plural
 from llmexp.scaling import words
 from llmexp.scaling.answer import Answer
@@ -22,21 +34,14 @@ from llmexp.scaling.words import big, bracketed, flops_text, table_of
 CURVE = 60  # places of a curve
 FRONT = 25  # places of a frontier, each with an interval
 HOVER = "<b>%{text}</b><br>%{xaxis.title.text} %{x:.3s}<br>%{yaxis.title.text} %{y:.5~g}"
-LOSS = {"title.text": "val loss"}
-LOOKS: dict[str, dict[str, Any]] = {
-    "runs": {"size": 7},
-    "pale": {"size": 5, "opacity": 0.45},
-    "star": {"size": 13, "symbol": "star"},
-    "law": {"width": 1.6},
-    "parabola": {"width": 1.6, "dash": "dot"},
-}
+LOSS = {"title_text": "val loss"}
 
 
 def page(a: Answer) -> str:
     """Return the page with everything inside."""
     runs = sum(len(law.losses) for law in a.laws)
     return document(
-        [part for part in _sections(a) if part.plots or part.rows],
+        list(_sections(a)),
         title=f"Scaling laws of {plural(runs, 'run')}",
         about=" · ".join(law.ladder.name for law in a.laws), headline=words.headline(a),
         notes=words.notes(a), why=words.reasons(a), problems=a.problems,
@@ -71,20 +76,20 @@ def _losses(axis: str, laws: Sequence[Law]) -> Plot:
     """Draw the loss of each law at best over its axis, with the runs and the prediction."""
     traces: list[Any] = []
     for law, colour in zip(laws, TEN_COLOURS * len(laws), strict=False):
-        of, at = {"legendgroup": law.ladder.name}, law.target
-        traces.append(_trace("pale", law.x, law.losses, colour, _names(law), **of))
+        name, at = law.ladder.name, law.target
+        traces.append(_marks(law.x, law.losses, _names(law), colour, name, marker_size=5))
         if not law.edge:
             along = np.geomspace(law.ends[0][0], max(law.ends[1][0], at or 0), FRONT)
-            traces += _band(along, [law.loss_at(v) for v in along], colour, law.ladder.name)
+            traces += _band(along, [law.loss_at(v) for v in along], colour, name)
         if at is not None and not law.edge:
-            traces.append(_star(at, law.loss_at(at), "prediction", colour, **of))
+            traces.append(_star(at, law.loss_at(at), "prediction", colour, name))
     caption = (
         "Dots: runs. Line and band: the law, of a surface at the best size, with the 95 % "
         "interval. A star: the prediction."
     )
     x = [v for law in laws for v in (*law.x, law.target or law.x[0])]
-    y = {**LOSS, "type": "log", "nticks": 6}
-    return _plot(f"law-{axis}", f"loss over {text(axis)}", traces, caption, _log(x, axis), y)
+    title = f"loss over {text(axis)}"
+    return _plot(f"law-{axis}", title, traces, caption, _log(x, axis), LOSS | {"type": "log"})
 
 
 def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
@@ -94,19 +99,18 @@ def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
     for rung, best, colour in zip(s.rungs, s.places, palette(len(s.rungs)), strict=True):
         n, budget = s.sizes[rung.runs], rung.what == "budget"
         name = flops_text(best.flops) if budget else big(float(n[0]))
-        of, runs = {"name": name, "legendgroup": name}, [s.points[i].name for i in rung.runs]
-        traces.append(_trace("runs", n, s.losses[rung.runs], colour, runs, showlegend=True, **of))
+        runs = [s.points[i].name for i in rung.runs]
+        traces.append(_marks(n, s.losses[rung.runs], runs, colour, name, showlegend=True))
         if not budget:
             continue
         x = _around(n, 0.2)
         law = s.at(x, rung.compute - s.frontier.price.at(x))
-        traces.append(_trace("law", np.exp(x), law, colour, **of))
+        traces.append(_line(np.exp(x), law, colour, name))
         if best.flops in curves:
             parabola = np.polyval(curves[best.flops], x)
-            traces.append(_trace("parabola", np.exp(x), parabola, colour, **of))
+            traces.append(_line(np.exp(x), parabola, colour, name, "dot"))
         if not s.edge:
-            star = best.parameters, best.loss.value, "best size", colour
-            traces.append(_star(*star, legendgroup=name))
+            traces.append(_star(best.parameters, best.loss.value, "best size", colour, name))
     caption = (
         "Dots: runs, a colour for each budget. Lines: the law; a star is its best size, with the "
         "95 % interval. Dotted: the parabola of the budget."
@@ -122,19 +126,18 @@ def _contours(s: Surface) -> Plot:
     rungs = zip(s.rungs, palette(len(s.rungs)), strict=True)
     of_runs = {i: colour for rung, colour in rungs for i in rung.runs}
     colours = [of_runs.get(i, GREY) for i in range(len(s.sizes))]
-    names = [f"{p.name}, loss {p.loss:.4f}" for p in s.points]
     traces = [
         go.Contour(
-            x=np.exp(x), y=np.exp(y), z=z, ncontours=16, showscale=False,
+            x=np.exp(x), y=np.exp(y), z=z, ncontours=16, showscale=False, line_width=1,
             contours={"coloring": "lines", "showlabels": True, "labelfont": {"size": 10}},
-            line={"width": 1}, colorscale=[[0, GREY], [1, GREY]], hoverinfo="skip",
+            colorscale=[[0, GREY], [1, GREY]], hoverinfo="skip",
         ),
-        _trace("runs", s.tokens, s.sizes, colours, names),
+        _marks(s.tokens, s.sizes, _names(s), colours),
     ]  # fmt: skip
     if not s.edge:
         c, f = np.linspace(*s.span, FRONT), s.frontier
         d, n = (np.exp([find(v)[0] for v in c]) for find in (f.tokens, f.sizes))
-        traces.append(_trace("law", d, n, TEN_COLOURS[0]))
+        traces.append(_line(d, n, TEN_COLOURS[0]))
     caption = "Thin lines: equal loss by the law. Dots: runs. A thick line: the best sizes."
     axes = _log(np.exp(x), "tokens"), _log(np.exp(y), "parameters")
     return _plot("contours", "loss over size and tokens", traces, caption, *axes, s)
@@ -142,9 +145,9 @@ def _contours(s: Surface) -> Plot:
 
 def _residuals(law: Law) -> Plot:
     """Draw by how many percent each run lies above the law."""
-    traces = [_trace("runs", law.x, 100 * law.rest, TEN_COLOURS[0], _names(law))]
+    traces = [_marks(law.x, 100 * law.rest, _names(law), TEN_COLOURS[0])]
     caption = f"They lie {law.ensemble.noise:.2%} from the law (standard deviation)."
-    y = {"title.text": "above the law, %", "zeroline": True}
+    y = {"title_text": "above the law, %", "zeroline": True}
     return _plot("residuals", "runs about the law", traces, caption, _log(law.x, law.axis), y, law)
 
 
@@ -155,7 +158,7 @@ def _gains(found: Sequence[Gain]) -> Plot:
         traces += _band([n.flops for n in g.curve], [n.ratio for n in g.curve], colour, g.change)
     baseline = text(found[0].baseline, 40)
     x = _log([n.flops for g in found for n in g.curve], f"FLOPs of {baseline}")
-    y = {"title.text": f"compute, of {baseline}'s", "type": "log", "nticks": 7}
+    y = {"title_text": f"compute, of {baseline}'s", "type": "log"}
     caption = (
         f"The compute that a change needs for the loss that {baseline} has at its best, as a "
         "multiple, with the 95 % interval. Below the dotted line it saves compute."
@@ -169,24 +172,18 @@ def _plot(
     name: str, title: str, traces: list[Any], caption: str, x: Any, y: Any, law: Law | None = None
 ) -> Plot:
     """Return a figure, of one law or of all."""
-    layout: dict[str, Any] = {"height": 420, "margin.t": 60, "legend": ABOVE}
-    layout |= {f"xaxis.{key}": value for key, value in x.items()}
-    layout |= {f"yaxis.{key}": value for key, value in y.items()}
     if law:
         name, title = f"{name}-{law.ladder.name}", f"{text(law.ladder.name)}: {title}"
     name = "".join(ch if ch.isalnum() else "-" for ch in name)
-    return plot(name, title, traces, layout, caption)
+    how: dict[str, Any] = {"height": 420, "margin_t": 60, "legend": ABOVE}
+    return plot(name, title, traces, caption, xaxis=x, yaxis=y, **how)
 
 
 def _log(values: Any, title: str) -> dict[str, Any]:
     """Return a logarithmic axis that has a tick or two."""
     wide = math.log10(float(np.max(values)) / float(np.min(values))) > 2.5
-    ticks = {"dtick": 1 if wide else "D2", "tickfont.size": 11, "exponentformat": "power"}
-    return {"title.text": text(title), "type": "log", **ticks}
-
-
-def _names(law: Law) -> list[str]:
-    return [p.name for p in law.points]
+    ticks = {"dtick": 1 if wide else "D2", "tickfont_size": 11, "exponentformat": "power"}
+    return {"title_text": text(title), "type": "log", **ticks}
 
 
 def _around(values: np.ndarray, more: float) -> np.ndarray:
@@ -194,28 +191,35 @@ def _around(values: np.ndarray, more: float) -> np.ndarray:
     return np.linspace(math.log(values.min()) - more, math.log(values.max()) + more, CURVE)
 
 
-def _trace(
-    look: str, x: Any, y: Any, colour: Any, names: Iterable[str] | None = None, **more: Any
+def _names(law: Law) -> list[str]:
+    return [p.name for p in law.points]
+
+
+def _line(x: Any, y: Any, colour: str, group: str = "", dash: str = "solid") -> go.Scatter:
+    line = {"color": colour, "width": 1.6, "dash": dash}
+    how: dict[str, Any] = {"mode": "lines", "hoverinfo": "skip", "showlegend": False}
+    return go.Scatter(x=packed(x), y=packed(y), legendgroup=group, line=line, **how)
+
+
+def _marks(
+    x: Any, y: Any, names: Iterable[str], colour: Any, group: str = "", **more: Any
 ) -> go.Scatter:
-    """Return marks with their names, or a line without."""
-    if names is None:
-        more |= {"x": packed(x), "y": packed(y), "mode": "lines", "hoverinfo": "skip"}
-    else:
-        more |= {"x": x, "y": y, "mode": "markers", "text": list(map(text, names))}
-        more["hovertemplate"] = f"{HOVER}<extra></extra>"
-    kind = "line" if names is None else "marker"
-    return go.Scatter({"showlegend": False, kind: {"color": colour, **LOOKS[look]}} | more)
+    """Return marks with their names, of a group of the legend."""
+    how: dict[str, Any] = {"mode": "markers", "showlegend": False, "marker_size": 7} | more
+    tips = {"text": list(map(text, names)), "hovertemplate": f"{HOVER}<extra></extra>"}
+    of = {"name": text(group, 40), "legendgroup": group, "marker_color": colour}
+    return go.Scatter(x=x, y=y, **of, **tips, **how)
 
 
-def _star(x: Any, y: Any, name: str, colour: str, **more: Any) -> go.Scatter:
+def _star(x: Any, y: Any, name: str, colour: str, group: str) -> go.Scatter:
     """Return a star, with the interval of what is an estimate."""
+    more: dict[str, Any] = {"marker_size": 13, "marker_symbol": "star"}
     for axis, e in (("x", x), ("y", y)):
         if isinstance(e, Estimate):
             ends = {"array": [e.high - e.value], "arrayminus": [e.value - e.low]}
-            look = dict(type="data", symmetric=False, color=colour, thickness=1.4, width=4)
-            more[f"error_{axis}"] = look | ends
+            more[f"error_{axis}"] = {"symmetric": False, "color": colour, "width": 4, **ends}
     at_x, at_y = ([getattr(v, "value", v)] for v in (x, y))
-    return _trace("star", at_x, at_y, colour, [name], **more)
+    return _marks(at_x, at_y, [name], colour, group, **more)
 
 
 def _band(x: Any, found: Sequence[Estimate], colour: str, name: str) -> list[Any]:
@@ -223,14 +227,8 @@ def _band(x: Any, found: Sequence[Estimate], colour: str, name: str) -> list[Any
     whole = [(v, e) for v, e in zip(x, found, strict=True) if math.isfinite(e.low + e.high)]
     places, shown = [v for v, _ in whole], [e for _, e in whole]
     ends = [e.high for e in shown] + [e.low for e in shown[::-1]]
-    return [
-        go.Scatter(
-            x=places + places[::-1], y=ends, fill="toself", fillcolor=f"{colour}2e", mode="lines",
-            line={"width": 0}, hoverinfo="skip", showlegend=False, legendgroup=name,
-        ),
-        go.Scatter(
-            x=places, y=np.array([e.value for e in shown]), mode="lines", name=text(name, 40),
-            legendgroup=name, line={"color": colour, "width": 2.2},
-            text=list(map(bracketed, shown)), hovertemplate="%{x:.3g}: %{text}<extra></extra>",
-        ),
-    ]  # fmt: skip
+    band = _line(places + places[::-1], ends, colour, name)
+    band.update(fill="toself", fillcolor=f"{colour}2e", line_width=0)
+    more = {"mode": "lines", "showlegend": True, "line": {"color": colour, "width": 2.2}}
+    values = np.array([e.value for e in shown])
+    return [band, _marks(places, values, map(bracketed, shown), colour, name, **more)]

@@ -289,11 +289,6 @@ def table_of(law: Law) -> list[Shown]:
     return found
 
 
-def to_json(answer: Answer) -> str:
-    """Return the answer as JSON."""
-    return json.dumps(data(answer), indent=2, allow_nan=False) + "\n"
-
-
 def data(answer: Answer) -> dict[str, Any]:
     """Return everything that was found, as plain values; what is not finite is None."""
     found = {

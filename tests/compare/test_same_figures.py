@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from dataclasses import replace
@@ -21,7 +20,7 @@ from llmexp.cli.compare import Answer
 from llmexp.compare.comparing import findings, with_words
 from llmexp.compare.page import mirrored, page, sections
 from llmexp.compare.records import Result, difference
-from llmexp.compare.table import lines, shown_columns, to_csv, to_json, to_markdown
+from llmexp.compare.table import data, lines, shown_columns, to_csv, to_markdown
 from llmexp.system.text import amount
 from tests.compare.made import trained
 
@@ -89,7 +88,7 @@ def in_headline_and_notes(c, of_metric, apart):
 
 def in_json_csv_and_tracker(c, of_metric, apart):
     """They have the numbers themselves, which are those of the cells."""
-    found = json.loads(to_json(c))["runs"]
+    found = data(c)["runs"]
     table = list(csv.DictReader(io.StringIO(to_csv(c))))
     with mock.patch("llmexp.compare.page.page", return_value=""):  # which takes its time
         kept = mirrored(c).table

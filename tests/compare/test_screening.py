@@ -172,7 +172,7 @@ def test_a_trained_screen_finds_the_rate_and_proposes_its_confirmation(runs, tmp
     assert any(note.startswith(start) for note in found["notes"])
     assert "Few seeds" not in " ".join(found["why"])  # the screen tells from one
     page = (sweep / "compare.html").read_text()
-    assert all(name in page for name in ("half-normal quantile", "Effects on "))
+    assert "Effects on " in page
     step = llmexp.next_step(sweep)
     assert step.rule == "screen"
     assert "optimizer.lr=0.03,0.0001" in step.words

@@ -48,7 +48,7 @@ def test_the_picture_has_each_setting_its_seeds_and_its_interval():
         at = settings.y.index(e.label)
         assert settings.x[at] == pytest.approx(e.size)
         assert settings.error_x.array[at] == pytest.approx(e.half)
-    assert settings.marker.opacity == (1.0, 0.55, 1.0)  # the undecided one is pale, also in grey
+    assert settings.marker.color[1] == "#8a93a38c"  # the undecided one is pale, also in grey
     assert len(set(settings.marker.symbol)) == 3
     assert list(figure.layout.yaxis.categoryarray) == ["lr=1.0", "lr=2.0", "lr=3.0"]
 

@@ -216,7 +216,7 @@ def test_two_ladders_and_what_one_gains(tmp_path, words, one_folder):
 def test_ladders_are_drawn_with_noise_of_their_own(sweep, tmp_path):
     """Else what one ladder has against another of equally many runs would vary too little."""
     other = isoflop(tmp_path / "m", optimizer___target_="llmexp.optim.optimizers.muon.muon")
-    one, two = (law.ensemble.laws for law in llmexp.fit(sweep, other).answer.surfaces)
+    one, two = (law.ensemble.laws for law in llmexp.fit(sweep, other).found.surfaces)
     assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.5  # five standard deviations
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -13,7 +12,7 @@ from llmexp.scaling.answer import Answer
 from llmexp.scaling.gain import Gain, Need, gain
 from llmexp.scaling.law import Estimate, Power, Surface
 from llmexp.scaling.page import page
-from llmexp.scaling.words import to_json
+from llmexp.scaling.words import data
 from tests.compare.pages import EVIL, Outline, array, browser, figures, fits, show
 from tests.scaling.planted import LAWS, csv_of, ladder
 
@@ -64,7 +63,7 @@ def test_what_has_no_end_is_null_in_json_and_any_in_words():
     answer = made("a")
     need = Need(1e20, Estimate(1.5, 0.5, math.inf), np.bool_(False))
     answer.gains = [Gain("m", "a", need, None, None, [need, need])]
-    found = json.loads(to_json(answer))
+    found = data(answer)
     ratio = {"value": 1.5, "low": 0.5, "high": None}
     assert found["gains"][0]["common"] == {"flops": 1e20, "ratio": ratio, "shown": False}
     assert found["headline"].startswith("m needs 1.5x [0.5, any] of the compute of a (no diff")

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.document import Section
-from llmexp.compare.plotting import Options, Plot, menus, packed, plot, text
+from llmexp.compare.document import Options, Plot, Section, menus, packed, plot, text
 from llmexp.compare.records import Result
 from llmexp.config.values import ConfigError
 from llmexp.features.layers.reading import FILE, by_layer
@@ -87,4 +86,4 @@ def _plots(c: Result) -> list[Plot]:
         f"Of each setting one run, of 8 settings and {STEPS} measured steps at most. The colours "
         "span 98 % of the values of all; what is beyond has the colour of the end."
     )
-    return [plot("layers", "Layer by layer", traces, layout, caption)]
+    return [plot("layers", "Layer by layer", traces, caption, **layout)]
