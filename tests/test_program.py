@@ -242,6 +242,9 @@ def test_json_of_train_and_plan(tmp_path, capsys):
     planned = printed("plan", capsys.readouterr().out)
     assert [point["max_steps"] for point in planned["points"]] == [4, 5]
     assert "train.max_steps=0" in planned["refused"][0]
+    (refusal,) = planned["refusals"]
+    assert refusal["code"] == "out_of_range"
+    assert "train.max_steps=0" in refusal["message"]
 
 
 @pytest.mark.usefixtures("forking")

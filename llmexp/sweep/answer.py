@@ -5,7 +5,6 @@ from __future__ import annotations
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
 from llmexp.folders import rundir
-from llmexp.folders.find import find
 from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.system.child import say
@@ -48,7 +47,7 @@ def report_sweep(current: Current) -> list[str]:
     if len(ran) < 2 or "finished" not in ran:
         return []
     if current.knobs.report == "throughput":
-        cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
+        cells = throughput.write(reading.runs_in(ledger.path), ledger.path)
         return [aligned(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     from llmexp.compare.page import mirrored, write_beside
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -63,11 +64,28 @@ class Local:
     def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         ended = []
         for job in jobs:
-            code, path = job.handle.poll(), job.point.path
-            if code is None:
-                end_if_silent(job, self._knobs.hang_timeout_s)
+            code, path, now = job.handle.poll(), job.point.path, time.monotonic()
+            limit_s, silent_s = self._knobs.hang_timeout_s or math.inf, now - job.seen_at
+            if code is None and silent_s < min(_LOOK_S, limit_s):
                 continue
-            job.ended_at = min(job.ended_at, time.monotonic())
+            if code is None:  # what hangs must not hold up the others
+                names = (
+                    rundir.METRICS,
+                    rundir.STATUS,
+                    rundir.LOG,
+                    STDERR,
+                    rundir.CHECKPOINTS,
+                    "logs",
+                )
+                files = [path / name for name in names]
+                seen = tuple(file.stat().st_mtime for file in files if file.exists())
+                if seen != job.seen:
+                    job.seen, job.seen_at = seen, now
+                elif silent_s > limit_s:
+                    job.cause = f"no output for {limit_s:g} s (sweep.hang_timeout_s): killed"
+                    kill_family(job.handle.pid)  # a rank that hangs heeds nothing less
+                continue
+            job.ended_at = min(job.ended_at, now)
             if code < 0 and not rundir.is_vacant(path, job.ended_at):
                 continue  # its ranks save
             self._free += job.devices
@@ -87,21 +105,6 @@ def visible_devices(count: int) -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     named = [name.strip() for name in given.split(",") if name.strip()]
     return named[:count] if named else [str(i) for i in range(count)]
-
-
-def end_if_silent(job: Submitted, hang_timeout_s: float | None) -> None:
-    """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
-    now = time.monotonic()
-    if hang_timeout_s is None or now - job.seen_at < min(_LOOK_S, hang_timeout_s):
-        return
-    names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"
-    files = [job.point.path / name for name in names]
-    seen = tuple(file.stat().st_mtime for file in files if file.exists())
-    if seen != job.seen:
-        job.seen, job.seen_at = seen, now
-    elif now - job.seen_at > hang_timeout_s:
-        job.cause = f"no output for {hang_timeout_s:g} s (sweep.hang_timeout_s): killed"
-        kill_family(job.handle.pid)  # a rank that hangs heeds nothing less
 
 
 def record_left(path: Path, code: int, cause: str, *, stopped: bool) -> None:

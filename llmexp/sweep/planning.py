@@ -15,7 +15,7 @@ from llmexp.config.values import ConfigError
 from llmexp.folders.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.sweep.deciding import refuse_undecidable
+from llmexp.sweep.grid import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
@@ -58,20 +58,56 @@ class PlannedSweep:
         rows = [
             {"name": point.entry.name, "values": point.values, **one.data} for point, one in pairs
         ]
-        return {"points": rows, "total": self.total, "refused": reasons(self.refused)}
+        whole = {"points": rows, "total": self.total, "refused": reasons(self.refused)}
+        known = [{"name": e.name, "code": e.kind, "message": e.refused} for e in self.refused]
+        return whole | {"refusals": known}
 
     def show(self) -> None:
         """Print a row a point; a point that train would refuse has its reason instead."""
         if self.points:
-            print_points(self.points, [cells(one) for one in self.plans], self.knobs.twins)
-            if total := in_all(self.total, self.knobs):
-                print(fitted(total), flush=True)
-            if "sweep.decide" in self.total:
-                words = seeds_in_words(self.total["sweep.decide"], self.knobs)
+            self.show_points()
+            total, knobs = self.total, self.knobs
+            if "duration_s" in total:
+                flops = f", {total['flops']:.3g} FLOPs" if "flops" in total else ""
+                used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
+                note = f", {used}" * bool(used) + ", every run to its end" * bool(knobs.halving)
+                note += ", one seed each" * knobs.decide + ", without the twins" * bool(knobs.twins)
+                time = f"{duration(total['duration_s'])} on {plural(total['slots'], 'slot')}"
+                text = f"in all {total['tokens']:,} tokens{flops}, {time}{note}"
+                print(fitted(text), flush=True)
+            if "sweep.decide" in total:
+                words = seeds_in_words(total["sweep.decide"], knobs)
                 print(fitted(words), flush=True)
             warn_of_budgets([p.spent for p in self.points], self.knobs, self.words)
         for line in reasons(self.refused):
             print(redacted(f"refused: {line}"), file=sys.stderr)
+
+    def show_points(self) -> None:
+        """Print the points with the figures that differ, and once those that all share."""
+        points, figures, twins = self.points, list(map(cells, self.plans)), self.knobs.twins
+        swept = {key for point in points for key in point.values}
+        known = dict.fromkeys(name for row in figures for name in row)
+        shown = [name for name in known if _REPEATED.get(name) not in swept]
+        same = [
+            name
+            for name in shown
+            if len(points) > 1
+            and name not in ("steps", "tokens")
+            and len({row.get(name) for row in figures}) == 1
+        ]
+        shown = [name for name in shown if name not in same]
+        rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
+        names = naming([(p.entry.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
+        rows = [(*a, *b) for a, b in zip(names, rest, strict=True)]
+        print(aligned(rows, left=1, width=width_of(sys.stdout)), flush=True)
+        count = plural(len(points), "run")
+        if twins:
+            count = (
+                f"{count}, then {plural(twins, 'twin')} of the leading setting: "
+                f"{plural(len(points) + twins, 'run')} in all"
+            )
+        all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
+        print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)
 
 
 def plan_points(
@@ -104,27 +140,19 @@ def plan_points(
     if knobs.decide and not refused:
         refuse_undecidable(knobs, seeds, able)
     if knobs.decide and able[1:]:
-        total["sweep.decide"] = of_seeds(total, len(able), knobs)
+        count, first, most = len(able), knobs.first_seeds, knobs.max_seeds
+        runs = {
+            "least": count * first,
+            "expected": expected_runs(count, first, most),
+            "most": count * most,
+        }
+        keys = ("tokens", "flops", "duration_s", "gpu_hours", "cost_in_currency_of_price")
+        total["sweep.decide"] = {
+            name: {"runs": n, **{k: total[k] * n / count for k in keys if k in total},
+                   "tokens": round(total["tokens"] * n / count)}
+            for name, n in runs.items()
+        }  # fmt: skip
     return PlannedSweep(able, plans, refused, knobs, total, words)
-
-
-def of_seeds(total: Mapping[str, Any], count: int, knobs: Sweep) -> dict[str, Any]:
-    """Return least, most and expected runs of a sweep that decides by itself, and what they take.
-
-    `total`: that of one seed of each of `count` settings.
-    """
-    first, most = knobs.first_seeds, knobs.max_seeds
-    runs = {
-        "least": count * first,
-        "expected": expected_runs(count, first, most),
-        "most": count * most,
-    }
-    keys = ("tokens", "flops", "duration_s", "gpu_hours", "cost_in_currency_of_price")
-    found = {}
-    for name, number in runs.items():
-        scaled = {key: total[key] * number / count for key in keys if key in total}
-        found[name] = {"runs": number, **scaled, "tokens": round(scaled["tokens"])}
-    return found
 
 
 def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
@@ -196,46 +224,3 @@ def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
     money = [cost.money for cost in costs if cost.money is not None]
     found |= {"gpu_hours": sum(hours)} if hours else {}
     return found | ({"cost_in_currency_of_price": sum(money)} if money else {})
-
-
-def in_all(total: Mapping[str, Any], knobs: Sweep) -> str:
-    """Return the totals in words; "" where the time is not known."""
-    if "duration_s" not in total:
-        return ""
-    flops = f", {total['flops']:.3g} FLOPs" if "flops" in total else ""
-    used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
-    slots = plural(total["slots"], "slot")
-    note = ", every run to its end" if knobs.halving else ""
-    note += ", one seed each" if knobs.decide else ""
-    note += ", without the twins" if knobs.twins else ""
-    return (
-        f"in all {total['tokens']:,} tokens{flops}, {duration(total['duration_s'])} on "
-        f"{slots}{', ' if used else ''}{used}{note}"
-    )
-
-
-def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
-    """Print the points with the figures that differ, and once those that all share."""
-    swept = {key for point in points for key in point.values}
-    known = dict.fromkeys(name for row in figures for name in row)
-    shown = [name for name in known if _REPEATED.get(name) not in swept]
-    same = [
-        name
-        for name in shown
-        if len(points) > 1
-        and name not in ("steps", "tokens")
-        and len({row.get(name) for row in figures}) == 1
-    ]
-    shown = [name for name in shown if name not in same]
-    rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
-    names = naming([(p.entry.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
-    rows = [(*a, *b) for a, b in zip(names, rest, strict=True)]
-    print(aligned(rows, left=1, width=width_of(sys.stdout)), flush=True)
-    count = plural(len(points), "run")
-    if twins:
-        count = (
-            f"{count}, then {plural(twins, 'twin')} of the leading setting: "
-            f"{plural(len(points) + twins, 'run')} in all"
-        )
-    all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
-    print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)

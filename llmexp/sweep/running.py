@@ -119,30 +119,25 @@ def run_points(current: Current, points: Sequence[Point]) -> None:
         if attempt:
             names = ", ".join(show.name_of(point.entry, ledger.swept) for point in left)
             say(f"{plural(len(left), 'run')} failed or crashed, started again: {names}")
-        run_once(current, left)
+        # jobs are reported with their ids
+        display = show.Display(ledger, current.launcher != "slurm")
+        launcher: Launcher = LAUNCHERS[current.launcher](current, left, display)
+        there, since = {job.point.path for job in launcher.found}, time.monotonic()
+        free = [p for p in left if p.path not in there and is_free(p, current, since)]
+        queued = startable(current, free, "queue")
+        for point in queued:
+            ledger.look(point.entry)
+        if current.over:
+            return
+        with display:
+            drive(launcher, queued, current, display)
+            display.tick()
         left = [
             point
             for point in left
             if (point.entry.state == "failed" and point.entry.exit_code != REFUSED)
             or (point.entry.state == "preempted" and not at_its_stop(point))
         ]
-
-
-def run_once(current: Current, points: Sequence[Point]) -> None:
-    """Queue the points' runs and wait until all have ended, or have been stopped."""
-    # jobs are reported with their ids
-    display = show.Display(current.ledger, current.launcher != "slurm")
-    launcher: Launcher = LAUNCHERS[current.launcher](current, points, display)
-    there, since = {job.point.path for job in launcher.found}, time.monotonic()
-    free = [p for p in points if p.path not in there and is_free(p, current, since)]
-    queued = startable(current, free, "queue")
-    for point in queued:
-        current.ledger.look(point.entry)
-    if current.over:
-        return
-    with display:
-        drive(launcher, queued, current, display)
-        display.tick()
 
 
 def is_free(point: Point, current: Current, since: float) -> bool:

@@ -21,7 +21,7 @@ from llmexp.config.labels import plural
 from llmexp.config.values import ConfigError, refuse
 from llmexp.folders import rundir
 from llmexp.folders.folder import RunFolder
-from llmexp.folders.ledger import TO_TRAIN, Ledger, LedgerEntry, PointFacts
+from llmexp.folders.ledger import TO_TRAIN, LedgerEntry, PointFacts
 from llmexp.sweep.current import Current
 from llmexp.sweep.grid import run_copies
 from llmexp.sweep.points import Point, asked_of, grid_of
@@ -49,13 +49,29 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
     refuse_bad_search(current, space)
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
     if current.opened:
-        refuse_other(current.ledger, given, space)
+        own = list(filter(is_seed, given))
+        for entry in current.ledger.points[:1]:
+            if own != list(filter(is_seed, entry.overrides)):
+                text = "all trials of a search have one seed; leave this key out"
+                raise refuse("other_run", SEED, own[0].partition("=")[2] if own else None, text)
+            there = {key.lstrip("+") for key in current.ledger.swept} - {SEED}
+            for key in sorted(there ^ {key.lstrip("+") for key in space}):
+                text = f"all trials of a search vary the same keys, here {', '.join(there)}"
+                raise ConfigError("other_run", f"{key}: {text}; start another search", key)
         begin_sweep(current)
-        say_what_is_there(current, space)
+        trials, wanted = history(current, space), current.knobs.search.trials or 0
+        if outside := sum(frozen(trial, space) is None for trial in trials):
+            text = (
+                f"{outside} of {plural(len(trials), 'trial')} lie outside of what is searched now"
+            )
+            say(f"{text}; nothing is learnt from them")
+        if len(trials) >= wanted:
+            more = f"sweep.search.trials={len(trials) + 10}"
+            say(f"{plural(len(trials), 'trial')} of {wanted} have finished; for more: {more}")
     batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
     while not current.over:
-        there, proposed = len(trials_of(current)), not batch
+        known, proposed = len(trials_of(current)), not batch
         if proposed:
             count = batch_size(current, facts)
             batch = suggest(space, history(current, space), current.knobs.search.sampler, count)
@@ -66,37 +82,11 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
         placed = place_points(current, *checked(current, texts, first, list(space)))
         run_rungs(current, placed)
         batch, facts = [], placed[0].facts if placed else facts
-        if proposed and not current.over and len(trials_of(current)) == there:
+        if proposed and not current.over and len(trials_of(current)) == known:
             text = "the sampler repeated a trial"
-            say(f"{text}; stopping after {plural(there, 'trial')}")
+            say(f"{text}; stopping after {plural(known, 'trial')}")
             break
     confirm(current)
-
-
-def refuse_other(ledger: Ledger, given: Sequence[str], space: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a search that goes on with another seed, or with other keys."""
-    if not ledger.points:
-        return
-    own = list(filter(is_seed, given))
-    if own != list(filter(is_seed, ledger.points[0].overrides)):
-        text = "all trials of a search have one seed; leave this key out"
-        raise refuse("other_run", SEED, own[0].partition("=")[2] if own else None, text)
-    there = {key.lstrip("+") for key in ledger.swept} - {SEED}
-    for key in sorted(there ^ {key.lstrip("+") for key in space}):
-        text = f"all trials of a search vary the same keys, here {', '.join(there)}"
-        raise ConfigError("other_run", f"{key}: {text}; start another search", key)
-
-
-def say_what_is_there(current: Current, space: Mapping[str, Any]) -> None:
-    """Print how many trials there are where no more are wanted, or where some do not count."""
-    trials, wanted = history(current, space), current.knobs.search.trials
-    assert wanted is not None
-    if outside := sum(frozen(trial, space) is None for trial in trials):
-        text = f"{outside} of {plural(len(trials), 'trial')} lie outside of what is searched now"
-        say(f"{text}; nothing is learnt from them")
-    if len(trials) >= wanted:
-        more = f"sweep.search.trials={len(trials) + 10}"
-        say(f"{plural(len(trials), 'trial')} of {wanted} have finished; for more: {more}")
 
 
 def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
