@@ -9,7 +9,6 @@ process    what a process that trains on a CPU holds beside its model
 memory     what a rank holds, whether that fits, and what would make it fit
 host       what ranks take of their host's memory at a start, a save and a load
 duration   how long a run takes, and what that costs
-measuring  a few steps of a run, trained in a process of its own
 fitting    the micro-batch size for `auto`, by trying
 planned    what is known of a run, and its banner; without torch
 planning   the banner of a run that is not started, with all that is known of it

@@ -131,21 +131,21 @@ def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
         rows.append(("fits", f"yes, into {_room(room)}"))
         larger = forecast.largest(cut, cut.micro * cut.accumulation)
         if larger is not None and larger.micro > cut.micro:
-            rows.append(("hint", _larger(forecast, larger)))
+            accumulation = "no accumulation"
+            if larger.accumulation > 1:
+                accumulation = f"gradient_accumulation_steps {larger.accumulation}"
+            fits = f"{gib(forecast.needed(larger))} of {gib(room.usable)} GiB"
+            text = f"batch.micro_batch_size={larger.micro} with {accumulation} computes the same"
+            rows.append(("hint", f"{text}, but for rounding and dropout's draws, and fits: {fits}"))
         return rows
     rows.append(("fits", f"no: {gib(needed - room.usable)} GiB more than {_room(room)}"))
-    alone = (_smaller(forecast), _recomputed(forecast), _sharded(forecast))
+    alone = [_recomputed(forecast), _sharded(forecast)]
+    if smaller := forecast.largest(cut, cut.micro - 1):
+        accumulation = f"batch.gradient_accumulation_steps={smaller.accumulation}"
+        alone = [(f"batch.micro_batch_size={smaller.micro} {accumulation}", smaller), *alone]
     found = [f"{one[0]} ({gib(forecast.needed(one[1]))} GiB)" for one in alone if one]
     rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
     return rows
-
-
-def _smaller(forecast: Forecast) -> Remedy | None:
-    found = forecast.largest(forecast.cut, forecast.cut.micro - 1)
-    if found is None:
-        return None
-    accumulation = f"batch.gradient_accumulation_steps={found.accumulation}"
-    return f"batch.micro_batch_size={found.micro} {accumulation}", found
 
 
 def _recomputed(forecast: Forecast) -> Remedy | None:
@@ -175,17 +175,6 @@ def _sharded(forecast: Forecast) -> Remedy | None:
         if forecast.fits(other):
             return f"parallelism=fsdp parallelism.nproc_per_node={count}", other
     return None
-
-
-def _larger(forecast: Forecast, larger: Cut) -> str:
-    accumulation = "no accumulation"
-    if larger.accumulation > 1:
-        accumulation = f"gradient_accumulation_steps {larger.accumulation}"
-    return (
-        f"batch.micro_batch_size={larger.micro} with {accumulation} computes the same, but for "
-        f"rounding and the random numbers of dropout, and fits: {gib(forecast.needed(larger))} of "
-        f"{gib(forecast.room.usable)} GiB"
-    )
 
 
 def _room(room: Room) -> str:

@@ -16,9 +16,8 @@ from llmexp.folders import rundir
 from llmexp.folders.remembered import MEMORY, remember
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
-from llmexp.forecast.fitting import known
+from llmexp.forecast.fitting import Died, known, measured
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
-from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned
 from llmexp.forecast.section import PlanKnobs
 from llmexp.models.loss import SummedLoss
@@ -84,7 +83,10 @@ class Planner:
         there = torch.cuda.device_count() if parts.run.device == "cuda" else 0
         rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
-        solved = parts.config if own is config else _asked_of(config, parts.config)
+        solved = parts.config
+        if own is not config:  # what `placeable` took out, by which runs differ
+            train = {"device": config.train.device, "compile": config.train.compile}
+            solved = with_knobs(solved, train=train, precision={"kind": config.precision.kind})
         figures = whole | of_memory.figures
         return Planned(parts.run, solved, rows, figures, of_memory, cost, there)
 
@@ -230,12 +232,6 @@ def placeable(config: Config) -> Config:
     kind = "fp32" if config.precision.kind == "tf32" else config.precision.kind
     on_cpu = {"device": "cpu", "compile": False}
     return with_knobs(config, train=on_cpu, precision={"kind": kind})
-
-
-def _asked_of(config: Config, solved: Config) -> Config:
-    """Return a solved config with what `placeable` took out of `config`, by which runs differ."""
-    train = {"device": config.train.device, "compile": config.train.compile}
-    return with_knobs(solved, train=train, precision={"kind": config.precision.kind})
 
 
 def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str]:

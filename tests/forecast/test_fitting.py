@@ -15,8 +15,7 @@ from llmexp.config.sections import plain
 from llmexp.config.values import ConfigError
 from llmexp.folders import remembered
 from llmexp.forecast import fitting, memory
-from llmexp.forecast.fitting import with_size
-from llmexp.forecast.measuring import Died
+from llmexp.forecast.fitting import Died, with_size
 from llmexp.modes import micro_batch
 from llmexp.modes.micro_batch import cut
 from llmexp.sweep.check import answer
