@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
@@ -298,7 +298,14 @@ def check_documents(parts: Parts) -> list[Check]:
         checks.append(_filled(f"validation set {name}", stream.shards))
         sets[name] = stream.shards
     unique = {name: np.unique(digests_of(shards)) for name, shards in sets.items()}
-    return checks + [_apart(a, b, unique, sets, parts) for a, b in combinations(unique, 2)]
+    for first, second in combinations(unique, 2):
+        both, note = np.intersect1d(unique[first], unique[second], assume_unique=True), ""
+        if len(both):
+            one, other = (_place(both[0], sets[name], parts) for name in (first, second))
+            note = f"{one} is {other}; leave it out of one of them"
+        what = f"documents in both {first} and {second}"
+        checks.append(Check(what, not len(both), len(both), 0, note))
+    return checks
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
@@ -315,21 +322,6 @@ def _filled(what: str, shards: Sequence[Shard]) -> Check:
     copies = len(digests) - len(np.unique(digests))
     note = wrong or (f"exact copies among them: {copies:,}" if copies else "")
     return Check(f"documents of the {what}", not wrong, f"{len(digests):,}", note=note)
-
-
-def _apart(
-    first: str,
-    second: str,
-    unique: Mapping[str, np.ndarray],
-    sets: Mapping[str, Sequence[Shard]],
-    parts: Parts,
-) -> Check:
-    both = np.intersect1d(unique[first], unique[second], assume_unique=True)
-    note = ""
-    if len(both):
-        one, other = (_place(both[0], sets[name], parts) for name in (first, second))
-        note = f"{one} is {other}; leave it out of one of them"
-    return Check(f"documents in both {first} and {second}", not len(both), len(both), 0, note)
 
 
 def _place(digest: np.void, shards: Sequence[Shard], parts: Parts) -> str:

@@ -7,7 +7,6 @@ where two runs computed the same bits.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -22,7 +21,6 @@ from torch import Tensor
 from llmexp import mesh
 from llmexp.checkpoint.saving import other_buffers
 from llmexp.checkpoint.slices import named_tensors, names_by_id
-from llmexp.config.sections import Config
 from llmexp.config.values import ConfigError
 from llmexp.optim.states import apart
 from llmexp.system import fileio
@@ -31,11 +29,6 @@ FOLDER, HOOK = "LLMEXP_RECORD_FOLDER", "llmexp.verify.record.record"
 _STARTS = "starts.jsonl"
 
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
-
-
-def with_recorder(config: Config) -> Config:
-    """Return the config with the recorder before the user's own hooks, which may draw numbers."""
-    return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
 
 
 def recorder_environment(run: Path) -> dict[str, str]:

@@ -50,7 +50,10 @@ class Clipping:
         self.head = getattr(model, "head_weight", None)
         self.before: list[float] = []  # norms of the windows before, and what they were clipped to
         self.after: list[float] = []
-        self._clip = ({"norm": _by_norm} | features.merged("verify", "BY_RULE")).get(clip.kind)
+        by_norm: dict[str, Any] = {
+            "norm": lambda at, norm, _: at.scale(at.gradients, clip.max_norm, norm)
+        }
+        self._clip = (by_norm | features.merged("verify", "BY_RULE")).get(clip.kind)
         self._limit = features.merged("verify", "OF_UPDATE").get(clip.kind)
 
     def clip(self, error: float) -> tuple[float, float]:
@@ -83,10 +86,6 @@ class Clipping:
         """Take back what the rule does of updates, of parameters that were `exact`."""
         if self._limit is not None:
             self._limit(self, optimizers, dict(zip(self.named.values(), exact, strict=True)))
-
-
-def _by_norm(at: Clipping, norm: float, error: float) -> None:
-    at.scale(at.gradients, at.knobs.max_norm, norm)
 
 
 @dataclass

@@ -45,10 +45,29 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     runs.train_recorded(unbroken, plan)
     # the save is the last to be killed, because the last step ends with one more
     several = len(record.read_records(unbroken)) > 1
-    wanted = "step", "rank" if several else "step", "save"
+    wanted, kills = ("step", "rank" if several else "step", "save"), list[Kill]()
+    there = False  # it has come to its end once
     try:
-        kills = kill_again_and_again(broken, plan, unbroken, wanted)
-    except Broken as error:
+        for attempt in range(1, _TRIES + 1):
+            left, kills = list(wanted), list[Kill]()
+            while left:
+                missed = sum(not k.hit for k in kills)
+                part, hurry = (len(kills), len(kills) + len(left)), missed > 0 or attempt > 1
+                if (kill := strike(broken, plan, unbroken, left[0], part, hurry)) is None:
+                    break
+                print(f"killed {kill}", flush=True)
+                kills.append(kill)
+                if kill.hit or missed + 1 == _TRIES:
+                    left.pop(0)
+            if not left or attempt == _TRIES:
+                break
+            print("the run ended before it could be killed again; trying again", flush=True)
+            there = True
+            shutil.rmtree(broken)
+        runs.train_recorded(broken, plan)
+    except ConfigError as error:
+        if not (kills or there):  # it could not be made at all
+            raise
         return [Check("the run continues after each kill", False, note=str(error))]
     return [*hits(kills, wanted, record.starts(broken)), *compare_ends(unbroken, broken)]
 
@@ -153,49 +172,13 @@ class Kill:
         return self.kind != "save" or self.saving is not None
 
 
-class Broken(RuntimeError):
-    """A run that cannot go on after a kill; the text has its last words."""
-
-
-def kill_again_and_again(
-    path: Path, plan: Config, unbroken: Path, kinds: Sequence[str]
-) -> list[Kill]:
-    """Start the run in `path`, kill it, start it again, ..., and let it come to its end.
-
-    `kinds` says what to kill in which order. Return what was hit. Raises Broken when it does not go
-    on after a kill, ConfigError when it could not be made at all.
-    """
-    for attempt in range(1, _TRIES + 1):
-        wanted, kills = list(kinds), list[Kill]()
-        while wanted:
-            missed = sum(not k.hit for k in kills)
-            part = len(kills), len(kills) + len(wanted)
-            kill = strike(path, plan, unbroken, wanted[0], part, hurry=missed > 0 or attempt > 1)
-            if kill is None:
-                break
-            print(f"killed {kill}", flush=True)
-            kills.append(kill)
-            if kill.hit or missed + 1 == _TRIES:
-                wanted.pop(0)
-        if not wanted or attempt == _TRIES:
-            break
-        print("the run ended before it could be killed again; trying again", flush=True)
-        shutil.rmtree(path)
-    try:
-        runs.train_recorded(path, plan)
-    except ConfigError as error:
-        raise Broken(str(error)) from None
-    return kills
-
-
 def strike(
     path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int, int], hurry: bool
 ) -> Kill | None:
     """Start the run in `path` and kill it once, in a random step of a part of the run.
 
     `part` is (number, of how many). After a miss, in a `hurry`, kill as soon as there is something
-    to hit. None when the run came to its end before. Raises Broken or ConfigError when it ended
-    otherwise.
+    to hit. None when the run came to its end before. Raises ConfigError when it ended otherwise.
     """
     steps, (number, of), rng = plan.train.max_steps or 0, part, random.SystemRandom()
     low = 1 + number * steps // of
@@ -221,7 +204,7 @@ def strike(
             if process.wait() == DONE:
                 return None
             words = f"{path}: ended with exit code {process.returncode}: {runs.last_words(path)}"
-            raise Broken(words) if number else ConfigError("cannot_verify", words)
+            raise ConfigError("cannot_verify", words)
         if kind == "rank":
             rank, pid = rng.choice(sorted(ranks.items()))
             send(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ The workers are processes of their own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -102,7 +103,9 @@ def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]
     config = shrunk(config) if shrink else config
     most = EVAL_SEQUENCES * config.batch.sequence_length
     train = {"eval_tokens": min(config.train.eval_tokens or most, most)}
-    return record.with_recorder(trial(config, steps, train=train, **sections))
+    short = trial(config, steps, train=train, **sections)
+    # before the user's own hooks, which may draw numbers
+    return dataclasses.replace(short, hooks=[record.HOOK, *short.hooks])
 
 
 def shrunk(config: Config) -> Config:
