@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmexp.cli.running import (
     Out,
@@ -53,7 +53,7 @@ Filter = Annotated[
 class Answer(Printed):
     """The answer of a comparison: what `llmexp compare` prints, as data."""
 
-    words = table
+    words: ClassVar[Any] = table
 
     @property
     def comparison(self) -> Result:

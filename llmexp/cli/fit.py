@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmexp.cli.compare import Figure, Filter
 from llmexp.cli.running import Out, Paths, Printed, check_out, paths_of, write_out
@@ -16,7 +16,7 @@ from llmexp.scaling.ladders import COUNTS
 class Laws(Printed):
     """Scaling laws: what `llmexp fit` prints, as data."""
 
-    words = words
+    words: ClassVar[Any] = words
 
 
 def _page(found: answer.Answer) -> str:
