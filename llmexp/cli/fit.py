@@ -19,13 +19,13 @@ class Laws(Printed):
     words: ClassVar[Any] = words
 
 
-def _page(found: answer.Answer) -> str:
+def _page(found: answer.Fits) -> str:
     from llmexp.scaling.page import page  # imports plotly
 
     return page(found)
 
 
-_FORMS: dict[str, Callable[[answer.Answer], Any]] = {".html": _page, ".json": words.data}
+_FORMS: dict[str, Callable[[answer.Fits], Any]] = {".html": _page, ".json": words.data}
 
 
 def fit(

@@ -38,8 +38,14 @@ from llmexp.config.values import ConfigError, nearest
 def compare(paths: Sequence[Any], *, asked: Asked | None = None, **how: Any) -> Result:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
-    Or those of tables, about which `asked` says what must be known. `how`: as `findings` takes it.
-    Raises ConfigError for what does not go together; what cannot be read is among `problems`.
+    Or those of tables, about which `asked` says what must be known.
+
+    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
+    `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
+    tokenizers differ. `min_effect`: nats below which a difference does not matter; default: that of
+    the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
+    they are compared by where they first do. Raises ConfigError for what does not go together;
+    what cannot be read is among `problems`.
     """
     target, sort = how.get("target"), how.get("sort")
     if target is not None and sort is not None:
@@ -69,14 +75,7 @@ def findings(
     min_effect: float | None = None,
     target: str | None = None,
 ) -> Result:
-    """Find out what runs show that have been read.
-
-    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
-    `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
-    tokenizers differ. `min_effect`: nats below which a difference does not matter; default: that of
-    the runs' sweep, else 0.002. `target`: a figure that runs are to reach, such as `val/loss=3.28`;
-    they are compared by where they first do.
-    """
+    """Find out what runs show that have been read."""
     measured = next((r.measured for r in records if r.foreign), "val/loss")
     align = axis_of(records, align)
     sort = sort or (measured if measured != "val/loss" else None)

@@ -9,7 +9,7 @@ law            what every law has: draws of what could have been measured as wel
                rungs and its frontier, a power law over one axis
 isoflop        parabolas, one a budget, and their bias
 gain           two ladders: the compute that a change needs
-answer         all of the above in order: paths -> `Answer`
+answer         all of the above in order: paths -> `Fits`
 words          the answer in sentences, as a table, as JSON; numbers with their intervals
 narrowing      the rung, size or seed that would narrow a prediction most
 page           the HTML page and its figures

@@ -22,7 +22,7 @@ TOP = 1e40  # FLOPs; no prediction lies further
 
 
 @dataclass
-class Answer:
+class Fits:
     """Hold what fits found."""
 
     form: str
@@ -51,7 +51,7 @@ def fit(
     predict: float | str | None = None,
     figure: str | None = None,
     filter: str | None = None,
-) -> Answer:
+) -> Fits:
     """Fit laws to the runs under the paths, sweeps, folders of them, globs, or runs of others.
 
     `form`: surface (L over N and D), isoflop (parabolas, beside the surface), power (one axis,
@@ -77,7 +77,7 @@ def fit(
         text = "is of a surface; a power law takes one number"
         raise ConfigError("conflict", f"--predict {predict}: {text}")
     place = (at["N"], at["D"]) if "N" in at else None
-    answer = Answer(form or "surface", counted, [])
+    answer = Fits(form or "surface", counted, [])
     refused: list[ConfigError] = []
     for ladder, axis in zip(found, axes, strict=True):
         seed = len(answer.laws)  # or ladders of equally many runs would share their draws

@@ -25,7 +25,7 @@ from llmexp.compare.document import (
 )
 from llmexp.config.labels import plural
 from llmexp.scaling import words
-from llmexp.scaling.answer import Answer
+from llmexp.scaling.answer import Fits
 from llmexp.scaling.gain import Gain
 from llmexp.scaling.isoflop import Parabolas
 from llmexp.scaling.law import Estimate, Law, Surface
@@ -37,7 +37,7 @@ HOVER = "<b>%{text}</b><br>%{xaxis.title.text} %{x:.3s}<br>%{yaxis.title.text} %
 LOSS = {"title_text": "val loss"}
 
 
-def page(a: Answer) -> str:
+def page(a: Fits) -> str:
     """Return the page with everything inside."""
     runs = sum(len(law.losses) for law in a.laws)
     return document(
@@ -48,7 +48,7 @@ def page(a: Answer) -> str:
     )  # fmt: skip
 
 
-def _sections(a: Answer) -> Iterator[Section]:
+def _sections(a: Fits) -> Iterator[Section]:
     """Yield the parts of the page: figures, and a table of each law."""
     over: dict[str, list[Law]] = {}
     for law in a.laws:

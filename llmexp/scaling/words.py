@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from llmexp.config.labels import plural
-from llmexp.scaling.answer import Answer
+from llmexp.scaling.answer import Fits
 from llmexp.scaling.gain import Gain, Need
 from llmexp.scaling.isoflop import Parabolas
 from llmexp.scaling.ladders import GIVEN
@@ -29,29 +29,29 @@ COUNTED = {
 }
 
 
-def headline(a: Answer) -> str:
+def headline(a: Fits) -> str:
     """Return the answer: what ladders are to each other, else what the one ladder says."""
     return " ".join(map(_gain, a.gains) if a.gains else _named(a, lambda law: [_law(law, a)]))
 
 
-def notes(a: Answer) -> tuple[str, ...]:
+def notes(a: Fits) -> tuple[str, ...]:
     """Return what must be known beside the answer."""
     laws = _named(a, lambda law: [_law(law, a)]) if a.gains else []
     return tuple(dict.fromkeys([*laws, *_named(a, lambda law: said(_notes(law)))]))
 
 
-def reasons(a: Answer) -> tuple[str, ...]:
+def reasons(a: Fits) -> tuple[str, ...]:
     """Return what the answer rests on."""
     return tuple(dict.fromkeys(_named(a, lambda law: said(_why(law, a)))))
 
 
-def _named(a: Answer, lines: Callable[[Law], Iterable[str]]) -> list[str]:
+def _named(a: Fits, lines: Callable[[Law], Iterable[str]]) -> list[str]:
     """Return lines of each law, with its name where there are several."""
     names = [f"{law.ladder.name}: " * (len(a.laws) > 1) for law in a.laws]
     return [name + line for name, law in zip(names, a.laws, strict=True) for line in lines(law)]
 
 
-def _law(law: Law, a: Answer) -> str:
+def _law(law: Law, a: Fits) -> str:
     """Return the answer of a ladder in a line: where it is read, the figures there, the law."""
     place = f"At {big(law.target or 0)} {law.axis}"
     if isinstance(law, Power):
@@ -122,7 +122,7 @@ def _notes(law: Law) -> Iterator[Note]:
     yield from law.ladder.notes
 
 
-def _why(law: Law, a: Answer) -> Iterator[Note]:
+def _why(law: Law, a: Fits) -> Iterator[Note]:
     runs = plural(len(law.losses), "run")
     if isinstance(law, Surface):
         numbers = [f"{k} {(factor if k in 'AB' else bracketed)(e)}" for k, e in law.numbers.items()]
@@ -257,7 +257,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 _DROPPED = ("tokens/N", "its N", "lowest run", "runs", "tokens")
 
 
-def show(answer: Answer, to: TextIO, width: int, why: bool = False) -> None:
+def show(answer: Fits, to: TextIO, width: int, why: bool = False) -> None:
     """Print the answer in a line, a table of each ladder, and what must be known."""
     printer = Printer(to, width)
     printer.say([headline(answer)], "bold")
@@ -289,7 +289,7 @@ def table_of(law: Law) -> list[Shown]:
     return found
 
 
-def data(answer: Answer) -> dict[str, Any]:
+def data(answer: Fits) -> dict[str, Any]:
     """Return everything that was found, as plain values; what is not finite is None."""
     found = {
         "headline": headline(answer),
@@ -305,7 +305,7 @@ def data(answer: Answer) -> dict[str, Any]:
     return dict(json.loads(text, parse_constant=lambda name: None))
 
 
-def _ladder(law: Law, answer: Answer) -> dict[str, Any]:
+def _ladder(law: Law, answer: Fits) -> dict[str, Any]:
     found = {
         "name": law.ladder.name,
         "runs": len(law.losses),

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from llmexp.compare import budgets, reading
 from llmexp.compare.alpha_spending import following, level_of
 from llmexp.compare.comparing import findings
-from llmexp.compare.records import Result, Setting, Verdict
+from llmexp.compare.records import Record, Result, Setting, Verdict
 from llmexp.compare.screening import design
 from llmexp.compose.overrides import key_of
 from llmexp.config.knobs import SEED, is_seed
@@ -376,8 +376,11 @@ class Deciding:
 
     def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""
-        runs = reading.runs_in(self.current.ledger.path)
-        return findings([dataclasses.replace(r, looks=looks) for r in runs])
+        return findings([dataclasses.replace(r, looks=looks) for r in self.records()])
+
+    def records(self) -> list[Record]:
+        """Return the runs of the sweep as they are compared."""
+        return reading.runs_in(self.current.ledger.path)
 
     def standing(self, f: Result) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
         """Return the settings that may get further seeds, and those that were shown to be worse."""

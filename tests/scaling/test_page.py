@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmexp.__main__ import run as command
-from llmexp.scaling.answer import Answer
+from llmexp.scaling.answer import Fits
 from llmexp.scaling.gain import Gain, Need, gain
 from llmexp.scaling.law import Estimate, Power, Surface
 from llmexp.scaling.page import page
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("few_draws")
 H = LAWS["hoffmann"]
 
 
-def made(*names: str, off: float = 1.0) -> Answer:
+def made(*names: str, off: float = 1.0) -> Fits:
     laws = [
         Surface(ladder(H, 4, 6, 0.003, i, name=name, off=off), "given", 1e21)
         for i, name in enumerate(names)
     ]
     gains = [gain(laws[0], s) for s in laws[1:]] if off == 1.0 else []
-    return Answer("surface", "given", laws, gains=gains)
+    return Fits("surface", "given", laws, gains=gains)
 
 
 def test_the_figures_are_those_of_the_answer():
@@ -55,7 +55,7 @@ def test_an_edge_has_no_stars_and_a_power_law_has_a_curve():
     traces = [t for f in figures(page(made("edge", off=8.0))).values() for t in f["data"]]
     assert not any(t.get("marker", {}).get("symbol") == "star" for t in traces)
     law = Power(ladder(H, 6, 5, 0.002, 0), "given", "flops", 1e21)
-    drawn = figures(page(Answer("power", "given", [law])))
+    drawn = figures(page(Fits("power", "given", [law])))
     assert set(drawn) == {"law-flops", "residuals-planted"}
 
 
