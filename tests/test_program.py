@@ -68,7 +68,7 @@ def test_a_run_is_what_its_folder_holds(there):
     assert back == rows
     with pytest.raises(llmexp.ConfigError, match="Did you mean val/loss"):
         single.rows("val/los")
-    with pytest.raises(llmexp.ConfigError, match="no run folder"):
+    with pytest.raises(llmexp.ConfigError, match="not a run folder"):
         llmexp.load("grid")
 
 

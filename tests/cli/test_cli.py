@@ -298,7 +298,7 @@ def test_a_budget_on_the_command_line_replaces_that_of_a_file(capfd, tmp_path, m
         assert done.code == 0, done.err
         return done.out
 
-    assert "budget      25 optimizer steps" in plan("experiment=one")
+    assert "budget      25 steps" in plan("experiment=one")
     assert "max_tokens: null" in plan("experiment=one", "train.max_steps=7", "--cfg", "job")
     both = ["experiment=one", "train.max_steps=7", "train.max_epochs=1"]
     assert run_here(capfd, "plan", *base, *both).code == 2
