@@ -25,7 +25,7 @@ from llmexp.compare.figures import (
 )
 from llmexp.compare.judging import NEGLIGIBLE, judge
 from llmexp.compare.notes import with_words
-from llmexp.compare.position import begins_after, common_position, common_rows
+from llmexp.compare.position import begins_after, common_position, common_rows, positions
 from llmexp.compare.records import APART, REACHED, TWIN, Column, Record, Result, Setting, is_loss
 from llmexp.compare.screening import screen
 from llmexp.compare.sources import gathered
@@ -79,7 +79,7 @@ def findings(
     measured = next((r.measured for r in records if r.foreign), "val/loss")
     align = axis_of(records, align)
     sort = sort or (measured if measured != "val/loss" else None)
-    out = left_out(records, align, sort or "val/loss")
+    out = left_out(records, align, sort or "val/loss", target is None)
     alive = [r for r in records if r not in out]
     read = common_position(alive, align, sort or "val/loss")
     if read is not None and any(begins_after(r, align, read.at) for r in alive):
@@ -181,6 +181,9 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
     alive = [s.figures for s in f.settings if not s.out]
     if f.align_at is not None and any(a.get("val/loss") != a.get("final val/loss") for a in alive):
         titles["val/loss"] = f"val loss at {f.position} {UNITS[f.align]}"
+    of_others = {positions(r, f.align)[-1] for r in f.taking_part if r.foreign and r.step > 1}
+    if f.align_at is not None and f.judged and any(end > f.align_at for end in of_others):
+        titles[f.key] = f"{f.metric.title} at {f.position} {UNITS[f.align]}"
     if "own_tokens" in known:
         titles |= {"tokens_seen": "tokens with parent", "train_time": "own time (s)"}
     if f.target:

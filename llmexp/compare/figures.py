@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from llmexp import features
+from llmexp.compare.budgets import CLOSE
 from llmexp.compare.position import (
     ROWS,
     Position,
@@ -33,7 +34,7 @@ from llmexp.compare.records import (
     Target,
     column_of,
 )
-from llmexp.config.knobs import is_record
+from llmexp.config.knobs import SEED, is_record
 from llmexp.config.values import ConfigError
 from llmexp.metrics.keys import ROW_KEYS, SCORES, is_of_named_set, is_score, title_of
 from llmexp.system.text import number
@@ -105,6 +106,8 @@ def broken(record: Record) -> str:
         return record.state
     if record.lost:
         return "rows lost"
+    if bad := record.facts.get("not_finite"):
+        return f"{record.measured} is {bad}"
     if record.foreign and not len(finite(record.columns, record.measured)):
         return f"no {record.measured}"
     if not record.config:
@@ -112,13 +115,15 @@ def broken(record: Record) -> str:
     return "" if record.step > record.parent.get("step", 0) else "no steps"
 
 
-def left_out(records: Sequence[Record], align: str, loss: str) -> dict[Record, str]:
+def left_out(
+    records: Sequence[Record], align: str, loss: str, ends: bool = True
+) -> dict[Record, str]:
     """Return the runs that take no part, with the reason as a word or two.
 
     Runs that broke off, lost rows or were left out by successive halving never take part. Those
     that are unfinished do only while fewer than two runs have finished. A run of another validation
     text, or far shorter than the others and not of their sweep, would spoil the comparison of the
-    rest.
+    rest. So would one of others that ends (`ends`: no target is where it may) before its setting.
     """
     reasons = {r: why for r in records if (why := broken(r))}
 
@@ -143,6 +148,8 @@ def left_out(records: Sequence[Record], align: str, loss: str) -> dict[Record, s
         if known in seen:  # nobody knows whether it is the same run again
             reasons[r] = "repeat"
         seen.add(known)
+    if ends and align != "time":
+        reasons |= dict.fromkeys(_broken_off(alive(), align), APART[1])
     return reasons | dict.fromkeys(_short(alive(), align), APART[1])
 
 
@@ -169,6 +176,18 @@ def task(record: Record, key: str = "val/loss") -> str:
     still = {"data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
     keys = [k for k in record.config if k.startswith("data.") and not is_record(k)]
     return repr(sorted((k, repr(record.config[k])) for k in keys if k not in still))
+
+
+def _broken_off(alive: Sequence[Record], align: str) -> list[Record]:
+    """Find runs of others that end before a run of their setting does, if others end there too."""
+    ends = {r: x[-1] for r in alive if r.foreign and len(x := positions(r, align))}
+    of = {r: frozenset((k, v) for k, v in r.essence.items() if k != SEED) for r in ends}
+    longest: dict[object, float] = {}
+    for r, end in ends.items():
+        longest[of[r]] = max(end, longest.get(of[r], 0.0))
+    count = Counter(ends.values())
+    whole = {r: longest[of[r]] for r in ends}
+    return [r for r, end in ends.items() if end < (1 - CLOSE) * whole[r] and count[whole[r]] > 1]
 
 
 def _short(alive: Sequence[Record], align: str) -> list[Record]:

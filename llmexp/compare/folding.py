@@ -28,7 +28,7 @@ _DECIDE_BUDGETS = (
 )  # fmt: skip
 _RATES = re.compile(r"optimizer\.(lr|\w+_lr)")
 _BY_RULE = re.compile(r"optimizer\.(lr|weight_decay|beta2|reference\..+|exponents\..+)")
-_NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed_?[0-9]+[,+]?")
+_NAME_OF_SEED = re.compile(r"(?<![A-Za-z])seed[_=]?[0-9]+[,+]?")
 
 
 def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
@@ -104,7 +104,10 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
     figures: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
     for key in (column.key for column in columns_of({key for r in usable for key in r.figures})):
-        if known := [r.figures[key] for r in usable if key in r.figures]:
+        known = [r.figures[key] for r in usable if key in r.figures]
+        if key in ("steps", "tokens_seen") and first.foreign and len({*known}) > 1:
+            continue  # no run has the mean of lengths
+        if known:
             figures[key], interval = mean_interval(known)
             # of two it would be six times as wide as they lie apart
             if interval and len(known) > 2 and key != REACHED:
@@ -207,15 +210,19 @@ def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
     """Give each setting its short name: accum=1 clip=0.5, else its seeds, or the name of its run.
 
     Repeats would share one: a single run has the name of its folder, and several sets of seeds a
-    number behind the name.
+    number behind the name. Of several that only seeds tell apart each has the name of its folders.
     """
     known, seen = Counter[str](), Counter[str]()
     for s in settings:
         shown = {}
         if s.out not in APART and s.values and len(keys) <= 4:
             shown = {key: s.values.get(key) for key in keys if key != TWIN or s.values.get(key)}
-        several = len(s.runs) > 1 and len(keys) <= 4
-        s.label = short_label(shown) or (f"{len(s.runs)} seeds" if several else s.name)
+        s.label = short_label(shown)
+    nameless = [s for s in settings if not s.label]
+    alone = sum(len(s.runs) > 1 for s in nameless) == 1 and len(keys) <= 4
+    for s in nameless:
+        s.label = f"{len(s.runs)} seeds" if alone and len(s.runs) > 1 else s.name
+    for s in settings:
         known[s.label] += 1
     sets = Counter(s.label for s in settings if len(s.runs) > 1)
     for s in settings:

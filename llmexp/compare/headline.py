@@ -13,7 +13,7 @@ import numpy as np
 
 from llmexp.compare.budgets import equal
 from llmexp.compare.figures import course
-from llmexp.compare.judging import SMALL, needed, same_steps
+from llmexp.compare.judging import SMALL, constant, needed, same_steps
 from llmexp.compare.position import common_rows
 from llmexp.compare.records import (
     REACHED,
@@ -144,7 +144,8 @@ def _apart(f: Result, other: Setting) -> str:
     if other.size is None:
         return f"then {other.label}, {_figure(f, other)}"
     single = all(len(s.seeds) == 1 for s in f.ranked)
-    basis = f" ({other.basis or 'too few seeds'})" * (not single)
+    few = "too few seeds" * (other.verdict == Verdict.FEW_SEEDS)
+    basis = f" ({other.basis or few})" * (not single and bool(other.basis or few))
     if not other.size and not other.half:
         return f"the same as {other.label}{basis}"
     side = "below" if other.size >= 0 else "above"
@@ -164,13 +165,18 @@ def _missing(f: Result, near: Setting | None) -> str:
             return before
     if near.capped:
         return f"{before}; longer runs would decide"
+    if not f.target and constant(f.ranked):
+        return f"{before}; figures that no seed moves decide nothing"
+    if f.far:  # which the spread is of
+        return before
     if not wanted:
         return f"{before}; no affordable number of seeds would decide"
     if near.verdict == Verdict.FEW_SEEDS:
-        how = "would decide at the earliest" if f.floor else "are the fewest that can decide"
-        return f"{before}; {wanted} seeds each {how}"
-    more = wanted - near.difference.seeds if near.difference else wanted
-    return f"{before}; {plural(more, 'more seed')} each would decide"
+        if f.floor:
+            return f"{before}; {wanted} seeds each would decide at the earliest"
+        return f"{before}; 2 shared or {wanted} unshared seeds each are the fewest that can decide"
+    more = plural(wanted - near.difference.seeds if near.difference else wanted, "more seed")
+    return f"{before}; about {more} each would decide a difference of this size (80 % power)"
 
 
 def _knob(f: Result, key: str) -> str:

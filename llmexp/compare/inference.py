@@ -14,6 +14,7 @@ factor varies over seeds.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from llmexp.compare.statistics import at_least, quantile, seeds_needed
-from llmexp.system.text import amount, decimals_of
+from llmexp.system.text import amount
 
 FEW = 3  # seeds from which on its own spread tells something of a setting
 STRICT = 0.9  # of the level, where settings share no seeds or have few
@@ -29,6 +30,9 @@ WILD = 3.0  # standard errors above the median log variance: from there on a spr
 # The chance that seeds are taken to multiply effects which they do not: with two seeds each, where
 # few degrees of freedom find little, a larger one.
 MULTIPLY, MULTIPLY_OF_TWO = 0.03, 0.1
+# What seeds are taken to add to a difference without blocks, where some are shared: as if they
+# spread twice as far as the noise, which makes it sqrt(1 + 2^2) times as wide.
+UNBLOCKED = math.sqrt(5)
 FAR_OFF = 0.01  # the chance that a seed is called far off where noise is alike and normal
 
 
@@ -60,11 +64,8 @@ class Difference:
 
     @property
     def real(self) -> bool:
-        """Tell whether the interval leaves out zero, as printed: `0.0030 ± 0.0030` touches it."""
-        decimals = decimals_of(self.half)
-        return abs(self.mean) > 1e-12 and bool(
-            round(abs(self.mean), decimals) > round(self.half, decimals)
-        )
+        """Tell whether the interval leaves out zero."""
+        return bool(abs(self.mean) > max(self.half, 1e-12))
 
     @property
     def basis(self) -> str:
@@ -308,7 +309,8 @@ def _blocks(cells: Sequence[tuple[int, str, float]]) -> dict[str, int]:
     """Return the numbers of the seeds that several settings share.
 
     There are none where these seeds do not connect all settings, or leave fewer degrees of freedom
-    than two seeds that all settings have.
+    than two seeds that all settings have. Nor where by the number of runs alone, whatever their
+    figures, all of them without blocks are expected to tell more than those of shared seeds.
     """
     of_seed: dict[str, set[int]] = {}
     for i, s, _ in cells:
@@ -322,6 +324,13 @@ def _blocks(cells: Sequence[tuple[int, str, float]]) -> dict[str, int]:
     spare = count - settings - len(shared) + 1
     if len(reached) < settings or spare < max(1, settings - 1):
         return {}
+    own = Counter(i for i, _, _ in cells)
+    if count < len(cells) and min(own.values()) >= FEW:
+        both = Counter(i for found in shared.values() for i in found)
+        pairs = ((len(cells) - settings, min(own.values())), (spare, min(both.values())))
+        without, blocked = (quantile(2, df) / math.sqrt(n) for df, n in pairs)
+        if UNBLOCKED * without < blocked:
+            return {}
     return {s: number for number, s in enumerate(shared)}
 
 

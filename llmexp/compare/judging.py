@@ -41,6 +41,8 @@ from llmexp.optim.schedule import DECAYS
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
 RESOLUTION = 1e-9  # of a figure: what rounding makes of equal ones
+EVIDENCE = 9  # significant digits from which on equal figures of a table are no chance
+MOST_NEEDED = 20  # seeds a setting that are said to be needed, or five times those that are there
 
 
 def judge(f: Result) -> None:
@@ -147,6 +149,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     levels: list[Level] = [(look.seeds, look.level * share) for look in f.looks]
     standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
     lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
+    still = not f.target and constant(group)
     for other in group:
         other.capped = other.capped or lead.capped
         if other is lead:
@@ -162,15 +165,12 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
         else:
             d, worse = standing.found[other.identity]
-            if f.foreign and not f.target:  # what a table's rounding adds to the error
-                values = [*lead.seeds.values(), *other.seeds.values()]
-                decimals = max(-int(Decimal(repr(y)).as_tuple().exponent) for y in values)
-                more = 10.0**-decimals / math.sqrt(6 * d.seeds) if decimals < 10 else 0.0
-                d = replace(d, error=math.hypot(d.error, more))
-            other.difference = d
+            if f.foreign and not f.target:
+                d = _rounded(d, [*lead.seeds.values(), *other.seeds.values()], still)
+            other.difference = None if still and d.real else d
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size = d.mean if abs(d.mean) > resolution else 0.0
-            other.verdict = _verdict(d, worse, f.min_effect, resolution)
+            other.verdict = _verdict(d, worse and not still, f.min_effect, resolution)
         if other.capped:  # not known by how much
             other.size = other.difference = None
             if other.verdict == Verdict.SAME:
@@ -178,18 +178,45 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     return lead, standing
 
 
+def constant(settings: Sequence[Setting]) -> bool:
+    """Tell whether no figure of a table moves over seeds, as if these had not been applied."""
+    several = [s for s in settings if len(s.seeds) > 1 and s.runs[0].foreign]
+    return bool(several) and all(len({*s.seeds.values()}) == 1 for s in several)
+
+
+def _decimal(y: float) -> Decimal:
+    return Decimal(repr(y)).normalize()
+
+
+def _rounded(d: Difference, values: Sequence[float], still: bool) -> Difference:
+    """Return a difference with what the rounding of a table's figures adds to its error.
+
+    Where all seeds were rounded to one figure (`still`) they were rounded the same way, so that its
+    interval is a whole unit of the last digit.
+    """
+    decimals = max(-int(_decimal(y).as_tuple().exponent) for y in values)
+    if decimals >= 10:
+        return d
+    unit = 10.0**-decimals
+    d = replace(d, error=math.hypot(d.error, unit / math.sqrt(6 * d.seeds)))
+    return replace(d, error=d.error * max(1.0, unit / d.half)) if still else d
+
+
 def _equal(a: Setting, b: Setting) -> bool:
     """Tell whether two settings compute the same.
 
     That is one computation but for rounding, or figures of several seeds, or the losses of all
-    steps of one, that are equal to the bit.
+    steps of one, that are equal to the bit. Figures of a table with few digits may be rounded.
     """
     if a.computation == b.computation:
         return True
-    if a.seeds != b.seeds or len(a.seeds) > 1:
-        return a.seeds == b.seeds
+    if a.seeds != b.seeds:
+        return False
     runs = [*a.taking_part, *b.taking_part]
-    return not any(r.foreign for r in runs) and same_steps(runs)
+    if any(r.foreign for r in runs):
+        digits = max(len(_decimal(y).as_tuple().digits) for y in a.seeds.values())
+        return len(a.seeds) > 1 and digits >= EVIDENCE
+    return len(a.seeds) > 1 or same_steps(runs)
 
 
 def _verdict(d: Difference, worse: bool, min_effect: float, resolution: float) -> Verdict:
@@ -237,7 +264,8 @@ def needed(other: Setting, f: Result) -> int | None:
         level = level_of(2 * d.seeds, 2 * d.seeds, f.looks)
         d = replace(d, alpha=level or d.alpha)
     wanted = d.seeds_needed(size)
-    return wanted and max(wanted, d.seeds + 1)
+    most = max(MOST_NEEDED, 5 * d.seeds)
+    return max(wanted, d.seeds + 1) if wanted and wanted <= most else None
 
 
 def read_place(record: Record, align: str, at: float | None, metric: str) -> Place | None:

@@ -14,6 +14,7 @@ from llmexp.compare.budgets import common, equal
 from llmexp.compare.figures import UNITS, broken, cap_of
 from llmexp.compare.folding import varying
 from llmexp.compare.headline import headline
+from llmexp.compare.judging import constant
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.records import (
     REACHED,
@@ -101,20 +102,33 @@ def _beside(f: Result) -> Iterator[Note]:
         for r in s.runs:
             if r.out and r.rung is None and r.out != "trial":
                 out[r.out][s].append(r)
-    yield (
-        "Left out",
-        "; ".join(
-            f"{why} ({listed([s.label_of(*runs) for s, runs in found.items()])})"
-            for why, found in out.items()
-        ),
-    )
+    parts = [
+        f"{why} ({listed([s.label_of(*runs) for s, runs in found.items()])})"
+        for why, found in out.items()
+    ]
+    ended = (s for found in out.values() for s, runs in found.items() if runs[0].foreign)
+    if any(s.taking_part for s in ended):
+        parts.append("settings are judged by their other seeds alone")
+    yield "Left out", "; ".join(parts)
     several = [s for s in f.ranked if len(s.seeds) > 1 and f.judged and not f.looks]
+    if not f.target and f.judged and constant(f.ranked):
+        yield (
+            "Seeds",
+            "each setting has one figure for all of its seeds, so they were not applied, lines "
+            "were copied, or rounding hides what they move",
+        )
     named = {r.seed for s in several for r in s.taking_part if r.named_seed}
     wanted = {seed for s in several for seed in s.seeds if seed in named}
     # in the order of their numbers
     missing = {s.label: sorted(wanted - {*s.seeds}, key=lambda s: (len(s), s)) for s in several}
     lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
-    yield "Means over unequal seeds", listed(lacking)
+    if len(several) > 1 and sum(len(s.seeds) for s in several) == len({*wanted}):
+        yield "Seeds are not shared", "settings are judged as independent runs"
+    else:
+        most = max((len(s.seeds) for s in several), default=0)
+        fewer = any(s.difference and s.difference.most < most for s in several)
+        text = "; differences are over shared seeds" * (fewer and bool(lacking))
+        yield "Means over unequal seeds", listed(lacking) + text
     for sweep, count in {r.sweep: r.left for r in f.runs if r.sweep and r.left}.items():
         way = "the sweep is running" if is_running(sweep) else how_to_resume(sweep)
         yield "Left to train", f"{plural(count, 'run')}; {way}"

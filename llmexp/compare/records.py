@@ -194,15 +194,17 @@ class Setting:
     @property
     def basis(self) -> str:
         """Return what the interval rests on, such as: 3 seeds."""
-        return self.difference.basis if self.difference else ""
+        if not (d := self.difference):
+            return ""
+        return d.basis if d.most >= len(self.seeds) else f"{d.seeds} of {len(self.seeds)} seeds"
 
     def label_of(self, *runs: Record) -> str:
         """Return the short name of one or some of its runs: accum=1 seed=2,3."""
-        if len(self.runs) == 1:
+        if len(self.runs) == 1 or (self.label == self.name and len(runs) == len(self.runs)):
             return self.label
         seeds = f"seed={','.join(r.seed for r in runs)}"
         # the name of a fold that nothing sets apart is its seeds
-        return f"{self.label} {seeds}" if "=" in self.label else seeds
+        return seeds if self.label == f"{len(self.runs)} seeds" else f"{self.label} {seeds}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What is not given is guessed and said, or asked for; what the source does not kn
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -136,6 +137,8 @@ def records_of(
         if {"steps", "tokens"} <= steps.keys():
             more, of = (np.diff(steps[axis], prepend=0.0) for axis in ("tokens", "steps"))
             facts["tokens_per_step"] = float(np.max(more / np.maximum(of, 1.0)))
+        if bad := _not_finite(run.rows, figure):
+            facts["not_finite"] = bad
         known: dict[str, Any] = {"columns": columns, "steps": steps, "swept": by}
         known |= {"foreign": True, "measured": figure}
         found.append(Record(run.path, name, None, run.state, config, facts, {}, **known))
@@ -143,6 +146,17 @@ def records_of(
         text = "no run has a number of that name; a decimal sign is a point, such as 2.9"
         raise ConfigError("cannot_compare", f"--figure {figure}: {text}")
     return found
+
+
+def _not_finite(rows: Sequence[Row], figure: str) -> str:
+    """Return the figure that a run ended with, such as nan, where it is not finite; else nothing.
+
+    Where a number comes after it, as in a log that has nan between evaluations, it says nothing.
+    """
+    given = [y for row in rows if isinstance(y := row.get(figure), float | int)]
+    finite = [math.isfinite(y) for y in given]
+    ended = finite.index(False) if False in finite else len(given)
+    return "" if any(finite[ended:]) else "".join(map(str, given[ended:][:1]))
 
 
 def _keys(runs: Iterable[OtherRun]) -> list[str]:
@@ -166,7 +180,11 @@ def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
         if found := [k for k in keys if k.lower() == usual]:
             said.append(f"Figure: {found[0]} (--figure names another).")
             return found[0]
-    numbers = [k for k in keys if of_figures(k)] or keys
+    given = {*asked.by, asked.seed}
+    left = [k for k in keys if k not in given]
+    numbers = [k for k in left if of_figures(k)]
+    # what may be a figure, if it need be
+    numbers = numbers or [k for k in left if not (names_seed(k) or axis_in(k))] or keys
     if len(numbers) == 1:
         return numbers[0]
     raise ConfigError(

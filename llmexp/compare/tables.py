@@ -9,6 +9,7 @@ import csv
 import importlib
 import io
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,6 +36,7 @@ from llmexp.system.redact import clean
 from llmexp.system.text import listed
 
 _FILES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+_NOT_FINITE = re.compile(r"[+-]?(nan|inf(inity)?)", re.I)
 _NOTHING = ("", "na", "n/a", "<na>", "none", "null", "nan", "nat", "-")
 
 
@@ -47,7 +49,7 @@ def is_table(given: Any) -> bool:
 
 def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
     """Return the runs of a table. Raises ConfigError for one that cannot be read."""
-    where, rows = given if isinstance(given, Path) else "the frame", _rows(given)
+    where, rows = given if isinstance(given, Path) else "the frame", _rows(given, asked.figure)
     keys = next(iter(rows.values()))
     named, state = (
         next((k for name in names for k in keys if k.lower() == name), None)
@@ -68,7 +70,8 @@ def runs_of(given: Any, asked: Asked) -> list[OtherRun]:
             values |= said_by(path.with_suffix(""))
         found.append(OtherRun(clean(name), values, ended, looks, path))
     if asked.curves:
-        curves = {run.name: run.rows for run in runs_of(Path(asked.curves), Asked())}
+        of_curves = runs_of(Path(asked.curves), Asked(figure=asked.figure))
+        curves = {run.name: run.rows for run in of_curves}
         if curves.keys().isdisjoint(run.name for run in found):
             text = f"its runs are {listed([*curves], 5)}, those of {where} {listed([*groups], 5)}; "
             text += "both need a column run that names them alike"
@@ -117,7 +120,7 @@ def _groups(rows: dict[int, Row], named: str | None, asked: Asked) -> dict[str, 
     return {f"line {i}": [row] for i, row in rows.items()}
 
 
-def _rows(given: Any) -> dict[int, Row]:
+def _rows(given: Any, figure: str | None) -> dict[int, Row]:
     """Return the lines of a table by number, all with the same keys.
 
     Raises ConfigError for what is no table.
@@ -138,7 +141,8 @@ def _rows(given: Any) -> dict[int, Row]:
         if not isinstance(line, Mapping):
             text = f'line {i}: is not an object; for example {{"lr": 0.1}}'
             raise ConfigError("bad_data", f"{where}: {text}")
-        flat[i] = {str(k).strip(): _plain(v) for k, v in flatten(line).items()}
+        named = ((str(k).strip(), v) for k, v in flatten(line).items())
+        flat[i] = {k: _plain(v, k == figure or of_figures(k)) for k, v in named}
     if not (keys := dict.fromkeys(k for row in flat.values() for k in row)):
         text = "has no line; a first line names the columns: lr,seed,val_loss"
         raise ConfigError("bad_data", f"{where}: {text}")
@@ -159,9 +163,10 @@ def _lines(path: Path) -> list[Any]:
         sign = max(",;\t", key=text.partition("\n")[0].count)
         file = io.StringIO(text, newline="")
         return _of_lines([*csv.reader(file, delimiter=sign, skipinitialspace=True)])
-    if kind == ".json" and isinstance(whole := json.loads(text), list):
+    if kind == ".json" and isinstance(whole := json.loads(text, parse_constant=str), list):
         return whole
-    return [json.loads(line) if line.strip() else None for line in text.splitlines()]
+    lines = text.splitlines()
+    return [json.loads(line, parse_constant=str) if line.strip() else None for line in lines]
 
 
 def _of_lines(lines: list[list[str]]) -> list[Any]:
@@ -189,9 +194,14 @@ def _of_frame(frame: Any) -> list[Any]:
     return list(frame.to_dict("records"))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as a setting or a figure: a number, a truth, a text, None for nothing."""
+def _plain(value: Any, figure: bool) -> Any:
+    """Return a value as a setting or a figure: a number, a truth, a text, None for nothing.
+
+    The nan of a file is one of a figure; that of a data frame stands for nothing.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return None if value != value else value  # NaN
     text = " ".join(str(value).split())
+    if figure and (bad := _NOT_FINITE.fullmatch(text)):
+        return float(bad[0])
     return None if text.lower() in _NOTHING else parse_value(text)

@@ -65,10 +65,16 @@ def amount(size: float, half: float | None = None) -> str:
     """Return the size of a difference, without its sign: 0.027, or 0.0034 ± 0.0018.
 
     Headline, notes, table and page have it from here. An interval that is smaller than the rounding
-    of the difference is none: 0.027 ± 0.
+    of the difference is none: 0.027 ± 0. Where both would be printed alike they have more digits.
     """
     size = abs(size) if abs(size) > 1e-12 else 0.0
     if half and half > 1e-9 * size:
+        decimals = decimals_of(half)
+        if size != half and round(size, decimals) == round(half, decimals):
+            more = range(max(0, decimals + 1), decimals + 4)
+            apart = (n for n in more if round(size, n) != round(half, n))
+            if n := next(apart, 0):
+                return f"{size:,.{n}f} ± {half:,.{n}f}"
         return with_interval(size, half, 6)
     text = f"{size:.2g}" if size < 100 else shown(size, 3)
     return text if half is None else f"{text} ± 0"

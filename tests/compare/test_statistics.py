@@ -25,13 +25,16 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
 
 @pytest.mark.parametrize(
     ("mean", "half", "real"),
-    [(0.0030, 0.0030, False), (0.00304, 0.00301, False), (0.0031, 0.0030, True), (0.1, 0.0, True),
+    [(0.00299, 0.0030, False), (0.00304, 0.00301, True), (0.0031, 0.0030, True), (0.1, 0.0, True),
      (0.0, 0.0, False)],
 )  # fmt: skip
-def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
+def test_an_interval_is_real_by_its_own_ends_and_printed_so_that_they_show_it(mean, half, real):
     error = half / stats.t.ppf(0.975, 2)
     for size in (mean, -mean):
-        assert Difference(size, error, df=2, seeds=3, most=3).real is real
+        d = Difference(size, error, df=2, seeds=3, most=3)
+        assert d.real is real
+        shown = [float(part) for part in d.text.split(" ± ")]
+        assert (shown[0] > shown[1]) is real, d.text
 
 
 def test_a_difference_and_its_interval_against_the_formula():

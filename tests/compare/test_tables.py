@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -199,9 +200,13 @@ def test_flags_of_tables_are_refused_for_run_folders(sweep):
 
 
 def test_what_rounding_to_few_digits_hides_widens_an_interval():
-    lines = [{"lr": lr, "seed": s, "val_loss": 3.1 + lr} for lr in (0.1, 0.2) for s in (1, 2, 3)]
+    losses = {0.1: (3.1, 3.2, 3.2), 0.2: (3.5, 3.6, 3.6)}
+    lines = [
+        {"lr": lr, "seed": s, "val_loss": y} for lr, of in losses.items() for s, y in enumerate(of)
+    ]
     worse = llmexp.compare(write_csv("coarse.csv", lines)).data["runs"][1]
-    assert worse["half"] > 0
+    # t of 2 x 2 degrees of freedom less those of the blocks, times the rounding of six figures
+    assert worse["half"] == pytest.approx(4.3027 * 0.1 / math.sqrt(18), rel=1e-4)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
@@ -283,4 +288,5 @@ def test_odd_tables_end_in_an_answer_or_one_refusal(odd, capfd):
     found = json.loads(result.out)
     assert {run["label"]: run["mark"] or "" for run in found["runs"]} == odd["marks"]
     for note in odd.get("notes", []):
-        assert any(note in text for text in found["notes"]), found["notes"]
+        said = [found["headline"], *found["notes"]]
+        assert any(note in text for text in said), said
