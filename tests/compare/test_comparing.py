@@ -245,3 +245,20 @@ def test_the_name_of_folded_seeds(tmp_path, names, folded):
     for seed, name in enumerate(names, 1):
         make_run(tmp_path / name, seed=seed, steps=20)
     assert [run["name"] for run in llmexp.compare(tmp_path).data["runs"]] == [folded]
+
+
+def test_settings_that_are_left_out_have_the_names_of_their_folders(tmp_path):
+    for i, (folder, steps) in enumerate((("long", 400), ("short", 20))):
+        for norm in (1.0, 2.0):
+            rows = [
+                {"name": f"clip={norm},seed={s}", "max_norm": norm, "seed": s, "own": 3 * i + s}
+                for s in (1, 2)
+            ]
+            more = {"offset": norm / 10, "steps": steps, "val_every": 10}
+            make_case(tmp_path / folder / str(norm), [row | more for row in rows])
+    answer = llmexp.compare(tmp_path)
+    marks = {run["label"]: run["mark"] for run in answer.data["runs"]}
+    assert list(marks.values()) == ["best", "worse", "too short", "too short"]
+    assert [name.partition("clip=")[2] for name in marks] == ["1.0", "2.0", "1.0 x2", "2.0 x2"]
+    short = [name for name, mark in marks.items() if mark == "too short"]
+    assert f"Left out: too short ({short[0]} and {short[1]})." in answer.data["notes"]

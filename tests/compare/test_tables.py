@@ -170,6 +170,18 @@ def test_a_target_is_reached_at_the_same_place(sweep):
         assert {k: a[k] for k in keys} == {k: b[k] for k in keys}
 
 
+def test_a_run_that_ends_at_its_target_is_not_too_short():
+    curves = {("a", 1): 3, ("a", 2): 2, ("b", 1): 3, ("b", 2): 3}
+    lines = [
+        {"opt": opt, "seed": seed, "step": 10 * n, "val_loss": 4 - n / 2 + 0.01 * seed}
+        for (opt, seed), length in curves.items()
+        for n in range(1, length + 1)
+    ]
+    table = write_csv("curves.csv", lines)
+    assert "too short (opt=a seed=2)" in " ".join(llmexp.compare(table).data["notes"])
+    assert "too short" not in str(llmexp.compare(table, target="val_loss=3.1"))
+
+
 def test_unequal_lengths_are_not_ranked(sweep):
     lines = [w for w in lines_of(sweep, True) if w["clip.max_norm"] != 4.0 or w["step"] < 300]
     answer = llmexp.compare(write_csv("unequal.csv", lines))
