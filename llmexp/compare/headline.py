@@ -13,7 +13,7 @@ import numpy as np
 
 from llmexp.compare.budgets import equal
 from llmexp.compare.figures import course
-from llmexp.compare.judging import SMALL, constant, needed, same_steps
+from llmexp.compare.judging import SMALL, needed, same_steps, unmoved
 from llmexp.compare.position import common_rows
 from llmexp.compare.records import (
     REACHED,
@@ -165,7 +165,7 @@ def _missing(f: Result, near: Setting | None) -> str:
             return before
     if near.capped:
         return f"{before}; longer runs would decide"
-    if not f.target and constant(f.ranked):
+    if not f.target and unmoved(f.ranked):
         return f"{before}; figures that no seed moves decide nothing"
     if f.far:  # which the spread is of
         return before

@@ -149,7 +149,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     levels: list[Level] = [(look.seeds, look.level * share) for look in f.looks]
     standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
     lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
-    still = not f.target and constant(group)
+    still = not f.target and unmoved(group)
     for other in group:
         other.capped = other.capped or lead.capped
         if other is lead:
@@ -178,7 +178,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     return lead, standing
 
 
-def constant(settings: Sequence[Setting]) -> bool:
+def unmoved(settings: Sequence[Setting]) -> bool:
     """Tell whether no figure of a table moves over seeds, as if these had not been applied."""
     several = [s for s in settings if len(s.seeds) > 1 and s.runs[0].foreign]
     return bool(several) and all(len({*s.seeds.values()}) == 1 for s in several)

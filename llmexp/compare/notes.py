@@ -14,7 +14,7 @@ from llmexp.compare.budgets import common, equal
 from llmexp.compare.figures import UNITS, broken, cap_of
 from llmexp.compare.folding import varying
 from llmexp.compare.headline import headline
-from llmexp.compare.judging import constant
+from llmexp.compare.judging import unmoved
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.records import (
     REACHED,
@@ -111,7 +111,7 @@ def _beside(f: Result) -> Iterator[Note]:
         parts.append("settings are judged by their other seeds alone")
     yield "Left out", "; ".join(parts)
     several = [s for s in f.ranked if len(s.seeds) > 1 and f.judged and not f.looks]
-    if not f.target and f.judged and constant(f.ranked):
+    if not f.target and f.judged and unmoved(f.ranked):
         yield (
             "Seeds",
             "each setting has one figure for all of its seeds, so they were not applied, lines "
