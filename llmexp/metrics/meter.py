@@ -17,13 +17,23 @@ from torch import Tensor
 class Meter:
     """Counts target tokens, and times training steps; evaluation and saving are not timed."""
 
-    def __init__(self, device: torch.device, tokens_seen: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        tokens_seen: int,
+        steps: int = 0,
+        step_time: float = 0.0,
+        data_time: float = 0.0,
+        wall: float = 0.0,
+    ) -> None:
+        """Begin after so many tokens, and after what an earlier process has timed since its row."""
         # a number on a CPU; exact to 2**53
         self._tokens: Any = float(tokens_seen)
         if device.type != "cpu":
             self._tokens = torch.tensor(self._tokens, dtype=torch.float64, device=device)
-        self.timed_steps = 0  # since the last row, of this attempt
-        self._step_time = self._data_time = 0.0
+        self.timed_steps = steps  # since the last row
+        self._step_time, self._data_time = step_time, data_time
+        self._wall = wall  # of earlier processes
         self._since: float | None = None  # the last row, or the first step
 
     def add(self, target_tokens: Tensor | float) -> None:
@@ -50,12 +60,17 @@ class Meter:
         """Return the target tokens seen in all; the host waits."""
         return round(float(self._tokens))
 
-    def step_time(self) -> float | None:
-        """Return the mean seconds of the steps of this attempt since the last row.
+    def since_row(self) -> dict[str, float]:
+        """Return the steps since the last row and their seconds, for a process that goes on."""
+        return {
+            "steps": self.timed_steps,
+            "step_time": self._step_time,
+            "data_time": self._data_time,
+            "wall": self._wall_time(),
+        }
 
-        None where there were none.
-        """
-        return self._step_time / self.timed_steps if self.timed_steps else None
+    def _wall_time(self) -> float:
+        return self._wall + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def rates(self, tokens: int, ranks: int) -> dict[str, float]:
         """Return the rates since the last row, whose steps have these tokens.
@@ -64,7 +79,7 @@ class Meter:
         target is masked are computed too.
         """
         rate = tokens / self._step_time
-        wall = 0.0 if self._since is None else time.perf_counter() - self._since
+        wall = self._wall_time()
         return {
             "step_time": self._step_time / self.timed_steps,
             "data_time": self._data_time / self.timed_steps,
@@ -76,5 +91,5 @@ class Meter:
     def restart(self) -> None:
         """Begin the counts of the next row."""
         self.timed_steps = 0
-        self._step_time = self._data_time = 0.0
+        self._step_time = self._data_time = self._wall = 0.0
         self._since = time.perf_counter()

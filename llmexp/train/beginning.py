@@ -119,7 +119,8 @@ def restore(
         progress = Progress(**loaded.state["progress"])
         for feature in setup.features:
             _restore_feature(feature, loaded, forked and feature.begins_anew(changed))
-        meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"])
+        timed = {} if forked else loaded.manifest.get("since_row", {})
+        meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"], **timed)
         if forked:  # what it counts is its own
             progress.best_val_loss, progress.loss = math.inf, None
         if progress.step != loaded.step:

@@ -51,6 +51,8 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
     geometry = {name: getattr(run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
+    if loop.meter.timed_steps:  # not in state.pt, which is equal in runs that are
+        meta["since_row"] = loop.meter.since_row()
     state = {
         "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen},

@@ -62,15 +62,13 @@ def summarise(loop: Loop) -> dict[str, Any]:
 def training_time(loop: Loop) -> float | None:
     """Return the seconds of training of the whole run, of a fork without its parent.
 
-    What a resumed run did twice counts once. None where steps after the last row were not timed.
+    What a resumed run did twice counts once. None where a step after the last row was not timed.
     """
     step, seconds = loop.run.first_step, 0.0
     if loop.out.rows is not None:
         step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
-    since = loop.meter.step_time()
-    if step < loop.progress.step and since is None:
-        return None
-    return seconds + (loop.progress.step - step) * (since or 0.0)
+    since = loop.meter.since_row()
+    return seconds + since["step_time"] if since["steps"] == loop.progress.step - step else None
 
 
 def details(loop: Loop) -> dict[str, Any]:

@@ -83,8 +83,11 @@ def test_times_are_of_the_whole_run(monkeypatch):
     found = summarise(made(*rows, step=20))
     assert found["train_time"] == pytest.approx(10 * 0.5 + 10 * 0.7)
     assert found["mean tokens_per_sec"] == pytest.approx(96 * 20 / 12)
-    loop = made(*rows, step=23)  # resumed between two rows: of steps 21 to 23 no time is known
+    loop = made(*rows, step=23)  # of steps 21 to 23 no time is known
     assert not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()
+    # resumed between two rows: they took an earlier process 30 seconds
+    loop.meter = Meter(torch.device("cpu"), 96 * 23, 3, 30.0)
+    assert summarise(loop)["train_time"] == pytest.approx(12 + 30)
     clock = iter((10.0, 10.25))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with loop.meter.stepping():
@@ -92,8 +95,8 @@ def test_times_are_of_the_whole_run(monkeypatch):
     monkeypatch.undo()
     loop.progress.step += 1
     found = summarise(loop)
-    assert found["train_time"] == pytest.approx(12 + 4 * 0.25)
-    assert found["mean tokens_per_sec"] == pytest.approx(96 * 24 / 13)
+    assert found["train_time"] == pytest.approx(12 + 30 + 0.25)
+    assert found["mean tokens_per_sec"] == pytest.approx(96 * 24 / 42.25)
     assert "train_time" not in summarise(made())
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmexp.compare.reading import elapsed, read_columns
 from llmexp.compose.overrides import parsed
 from llmexp.config.values import typed
 from llmexp.folders import rundir
 from llmexp.folders.rows import read_rows
 from llmexp.train import folder
 from tests.conftest import HANG_S, TINY, Result, llmexp, start
-from tests.tools import contents, exact, run_here, wait_for
+from tests.tools import amend, contents, exact, run_here, wait_for
 from tests.train.resumed import goes_on
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
@@ -65,6 +66,31 @@ def test_resumed_from_a_checkpoint_is_bit_equal(runs, settings, tmp_path, more, 
     assert summary["train_time"] == pytest.approx(sum(r["step_time"] for r in resumed.rows()))
     speed = summary["tokens_seen"] / summary["train_time"]
     assert summary["mean tokens_per_sec"] == pytest.approx(speed)
+
+
+@pytest.mark.parametrize("log_every", [5, 4])
+def test_a_stop_between_two_rows_keeps_the_time_of_the_steps_before_it(runs, tmp_path, log_every):
+    """Of two steps that took 1000 s before a stop, the next row and the end have the time."""
+    settings = [*SHORT, "train.log_every=5", "train.eval_every=null", "checkpoint.every=1"]
+    cut = runs.copy(tmp_path / "cut", *settings, "checkpoint.keep=null", step=7)
+    assert "since_row" not in cut.json("checkpoints/step_00000005/manifest.json")
+    timed = cut.json("checkpoints/step_00000007/manifest.json")["since_row"]
+    assert timed["steps"] == 2
+    assert 0 < timed["data_time"] < timed["step_time"] < timed["wall"]
+    slow = {"step_time": 1000.0, "wall": 4000.0}
+    amend(cut.checkpoint(7) / "manifest.json", since_row=slow)
+    done = llmexp("resume", "cut", f"train.log_every={log_every}", cwd=tmp_path)
+    assert done.code == 0, done.err
+    first, next_, *_ = rows = cut.rows()
+    assert (first["step"], next_["step"]) == (5, {5: 9, 4: 8}[log_every])
+    assert 1000 < (next_["step"] - 5) * next_["step_time"] < 1000 + HANG_S
+    assert next_["overhead_share"] == pytest.approx(0.75, abs=0.1)
+    tokens = cut.json("run.json")["tokens_per_step"]
+    assert next_["tokens_per_sec"] * next_["step_time"] == pytest.approx(tokens)
+    lengths = (after["step"] - before for before, after in zip([0, 5, 8], rows, strict=False))
+    seconds = sum(n * row["step_time"] for n, row in zip(lengths, rows, strict=True))
+    assert cut.json("status.json")["summary"]["train_time"] == pytest.approx(seconds)
+    assert elapsed(read_columns(cut.folder / "metrics.jsonl")[0])[-1] == pytest.approx(seconds)
 
 
 def test_saved_by_time_and_resumed_is_bit_equal(runs, settings, whole, tmp_path):
