@@ -235,8 +235,8 @@ def config_identity(config: Mapping[str, Any]) -> str:
 
 
 def is_running(path: Path) -> bool:
-    """Return whether a process runs the sweep: points that wait then are its own affair."""
-    return rundir.is_locked(path, LOCK)
+    """Return whether another process runs the sweep: points that wait then are its own affair."""
+    return rundir.is_locked(path, LOCK) and not rundir.holds(path, LOCK)
 
 
 def is_sweep(path: Path) -> bool:

@@ -41,6 +41,7 @@ LEAVE_S = 60.0  # for a run to save and leave whose starter is gone
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 # of a status, but for the figures of an end
 LASTING = ("state", "updated", "started", "ended", "pid", "host", "error", "exit_code")
+_HELD: set[str] = set()  # locks that this process holds
 NO_END = dict.fromkeys(("error", "exit_code", "ended"))  # in that of a run that goes on
 
 
@@ -87,12 +88,20 @@ def is_run(path: Path) -> bool:
 
 def why_no_run(path: Path) -> str:
     """Return why a folder is no run, with the runs that it holds, as that of a sweep does."""
+    if not os.path.lexists(path):
+        return nothing_at(path)
     text = f"is not a run folder (it has no {CONFIG})"
     inner = [p for p in path.iterdir() if is_run(p)] if path.is_dir() else []
     if not inner:
         return f"{text}; a run folder looks like outputs/default/..."
     named = [shlex.quote(str(p)) for p in sorted(inner, key=by_number)]
     return f"{text}; name a run in it: {first_of(named, 4)}"
+
+
+def nothing_at(path: str | Path) -> str:
+    """Return that a path does not exist, and where a relative one was looked for."""
+    where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    return f"there is nothing of that name{where}; a run looks like outputs/default/..."
 
 
 def by_number(path: Path) -> list[tuple[str, int]]:
@@ -176,7 +185,17 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
                         "busy", f"{path}: another process is {doing} this folder"
                     ) from None
                 time.sleep(0.05)
-        yield
+        held = os.path.realpath(f.name)
+        _HELD.add(held)
+        try:
+            yield
+        finally:
+            _HELD.discard(held)
+
+
+def holds(path: Path, name: str = ".lock") -> bool:
+    """Return whether this process itself holds the folder's lock."""
+    return os.path.realpath(path / name) in _HELD
 
 
 def is_locked(path: Path, name: str = ".lock") -> bool:

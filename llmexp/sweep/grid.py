@@ -11,6 +11,7 @@ any time takes the same decisions again. The statistics are in `llmexp.compare.l
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -107,19 +108,30 @@ def run_grid(current: Current, overrides: Sequence[str]) -> None:
     first = ledger.next_number() if ledger else 0
     points = place_points(current, able, refused)
     if ledger is not None:
-        new = sum(point.entry.number >= first for point in points) or "none"
-        longer = sum(map(is_longer, points))
-        more = f", {longer} with a longer budget" if longer else ""
-        say(f"{plural(len(points), 'run')}, {new} of them new{more}")
         # those of earlier commands; twins are trained at the end
         asked = {point.entry.folder for point in points}
         others = [e for e in ledger.points if not (e.is_twin or e.refused or e.folder in asked)]
         points += left_of(current, [e for e in others if e.rung is None])
+        say(_beginning(ledger, points, first))
     if knobs.decide:
         Deciding(current, points).run()
     else:
         run_rungs(current, points)
     run_twins(current)
+
+
+def _beginning(ledger: Ledger, points: Sequence[Point], first: int) -> str:
+    """Say what a sweep that goes on has to do; points from the number `first` on are new."""
+    kinds = Counter(
+        "new" if p.entry.number >= first
+        else "with a longer budget" if is_longer(p)
+        else "finished" if ledger.look(p.entry) == "finished"
+        else "to train" if p.entry.rung is None
+        else "left out so far"
+        for p in points
+    )  # fmt: skip
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return f"resuming {plural(len(points), 'run')}: {told}"
 
 
 def leading(ledger: Ledger) -> LedgerEntry | None:

@@ -110,9 +110,6 @@ def run_points(current: Current, points: Sequence[Point]) -> None:
         for point in points
         if (ledger.look(point.entry) != "finished" or is_longer(point)) and not at_its_stop(point)
     ]
-    done = len(points) - len(left)
-    if left and done:
-        say(f"{done} of {len(points)} runs {'is' if done == 1 else 'are'} there already")
     for attempt in range(1 + current.knobs.max_retries):
         if not left or current.over:
             return

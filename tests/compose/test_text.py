@@ -172,7 +172,7 @@ def test_texts_that_look_like_numbers_come_through_runs_and_sweeps(tmp_path):
     refused = json.loads((tmp_path / "4e1" / "sweep.json").read_text())["points"][2]
     assert refused["label"] == "train_files_日本.txt"
     assert "data.train_files=日本.txt: " in refused["refused"]
-    assert "2 runs, none of them new" in llmexp("resume", "4e1", cwd=tmp_path).out
+    assert "resuming 2 runs: 2 finished" in llmexp("resume", "4e1", cwd=tmp_path).out
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), WORDS | st.floats(allow_nan=False, width=16)))

@@ -125,11 +125,11 @@ def test_a_widened_grid_runs_only_what_is_new(tmp_path, pair):
     assert there == [(i, "finished", 1) for i in range(3)]
     assert written(pair)["swept"] == ["clip.max_norm"]
     assert written(pair)["min_effect"] == 0.5  # what the sweep began with
-    assert "3 runs, 1 of them new" in second.out
+    assert "resuming 3 runs: 2 finished, 1 new" in second.out
     # Another value of a key that all points share makes no point; beside the old one it does.
     third = llmexp("resume", "s", "clip.max_norm=0.5", "data.seed=0,3", cwd=tmp_path)
     assert third.code == 0, third.err
-    assert "2 runs, 1 of them new" in third.out
+    assert "resuming 2 runs: 1 finished, 1 new" in third.out
     assert points(pair)[3].folder == "3-max_norm_0.5+seed_3"
     assert written(pair)["swept"] == ["clip.max_norm", "data.seed"]
 
@@ -138,7 +138,7 @@ def test_a_longer_budget_lengthens_every_point(tmp_path, pair):
     """They were finished; the warm-up, which was a share of the old budget, stays as it was."""
     done = llmexp("resume", "s", "train.max_steps=5", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "2 runs, none of them new, 2 with a longer budget" in done.out
+    assert "resuming 2 runs: 2 with a longer budget" in done.out
     assert list(states(pair).values()) == ["finished"] * 2
     warm = ["schedule=constant", "schedule.warmup_steps=1", "train.max_steps=5"]
     whole = train(tmp_path, "whole", *RUN, *warm, "clip.max_norm=0.5")
@@ -158,7 +158,7 @@ def test_more_epochs_lengthen_every_point(tmp_path):
     before = [run.rows()[-1]["step"] for run in runs]
     done = llmexp("resume", "s", "train.max_epochs=0.2", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert "2 runs, none of them new, 2 with a longer budget" in done.out
+    assert "resuming 2 runs: 2 with a longer budget" in done.out
     after = [run.rows()[-1]["step"] for run in runs]
     assert after == [run.json("run.json")["max_steps"] for run in runs]
     assert min(after) > max(before)

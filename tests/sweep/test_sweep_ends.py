@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from llmexp.folders import rundir
-from llmexp.folders.ledger import Ledger, LedgerEntry
+from llmexp.folders.ledger import LOCK, Ledger, LedgerEntry, is_running
 from llmexp.sweep import local, running, show, slurm
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.local import record_left
@@ -28,6 +28,16 @@ from tests.sweep.running import (
 
 UNSAVED = "stopped before it could save"
 ALONE = "a signal that was not for the whole sweep stopped it"
+
+
+def test_a_sweep_that_ends_does_not_say_that_it_is_running(tmp_path):
+    """It holds its lock until its answer is written; others may take it for running so long."""
+    ask = "import sys; from llmexp.folders.ledger import *; print(is_running(Path(sys.argv[1])))"
+    with rundir.locked(tmp_path, LOCK):
+        assert not is_running(tmp_path)
+        done = subprocess.run([sys.executable, "-c", ask, tmp_path], capture_output=True)
+        assert done.stdout == b"True\n", done.stderr
+    assert not is_running(tmp_path)
 
 
 def test_a_check_whose_command_is_gone_says_nothing():

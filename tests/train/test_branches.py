@@ -303,7 +303,7 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, here, ca
     assert run(["compare", "trunks", "--why"]) == 0
     assert "one trunk" not in capsys.readouterr().out
     again = llmexp("resume", "trunks", cwd=here)
-    assert (again.code, "3 points, none of them new" in again.out) == (0, True), again.out
+    assert (again.code, "resuming 3 runs: 3 finished" in again.out) == (0, True), again.out
 
 
 def test_an_extended_run_is_the_longer_one(trunk):
