@@ -98,7 +98,10 @@ def paths_of(given: str | Path) -> list[Path]:
 
 
 def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Return the runs that paths and globs mean, each once, and a line for each that has none."""
+    """Return the runs that paths and globs mean, each once, and a line for each that has none.
+
+    Raises ConfigError for a path that does not exist, or a glob that finds nothing.
+    """
     found: dict[Path, Path] = {}
     problems: list[str] = []
     for given in paths:
@@ -108,10 +111,11 @@ def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         runs = [run for folder in folders for run in runs_under(folder)]
         for run in runs:
             found.setdefault(run.resolve(), run)
-        text = "there is nothing of that name; a run looks like outputs/default/..."
-        if names:
-            text = f"is not a run, and holds none (a run folder has a {rundir.CONFIG})"
+        if not names:
+            text = f"{clean(given) or '.'}: {rundir.nothing_at(given)}"
+            raise ConfigError("not_a_run", text)
         if not runs:
+            text = f"is not a run, and holds none (a run folder has a {rundir.CONFIG})"
             problems.append(f"{clean(given) or '.'}: {text}")
     return list(found.values()), problems
 

@@ -128,11 +128,15 @@ def test_a_bad_path_beside_a_run_is_a_line_and_programs_get_errors_as_json(sweep
     assert "is not a run" in done.err
     assert "clip" in done.out
     for command in ("compare", "next", "runs"):
-        done = run_here(capfd, command, str(tmp_path / "nope"), "--json")
+        done = run_here(capfd, command, str(tmp_path / "empty"), "--json")
         assert done.code == 2
         message = json.loads(done.out)["error"]["message"]
-        assert "nope: there is nothing of that name" in message
         assert f"for example llmexp {command} outputs/default" in message
+        # one that does not exist is misspelt, whatever stands beside it
+        done = run_here(capfd, command, str(sweep), str(tmp_path / "nope"), "--json")
+        assert done.code == 2
+        message = json.loads(done.out)["error"]["message"]
+        assert "nope: there is nothing of that name; a run looks like" in message
 
 
 def test_no_terminal_and_an_ascii_one(tmp_path):
