@@ -40,6 +40,7 @@ from llmexp.run.derived import Derived
 from llmexp.run.layout import DERIVED_SIZES, Layout
 from llmexp.run.rules import keys_set, rules_in_words
 from llmexp.sweep.section import Sweep
+from llmexp.system.text import first_of
 
 NUMBERS = {f.name: f for cls in (Run, Layout) for f in dataclasses.fields(cls) if f.metadata}
 DERIVED: dict[str, Derived] = {n: f.metadata[Derived] for n, f in NUMBERS.items()} | DERIVED_SIZES
@@ -166,7 +167,9 @@ def of_no_knob(
     if key in (swept := swept_in(cfg)):  # the config that all points share lacks it
         return {"key": key, "swept": swept[key], "affects": changes(key)}
     if row := row_key(key):
-        return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
+        same = [k for k in flat if k.rpartition(".")[2] == key]
+        knob = f"; {first_of(same)} is a knob" if same else ""
+        return {"key": key, "meaning": row, "of": f"the rows of a run, metrics.jsonl{knob}"}
     raise unknown(key, unresolved(cfg), (), [name for name in DERIVED if name not in cfg])
 
 

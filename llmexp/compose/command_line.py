@@ -16,9 +16,18 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 
 from llmexp.compose.overrides import as_text, key_of, parsed
+from llmexp.compose.putting import nearest_keys
 from llmexp.compose.security import KEPT_BACK
 from llmexp.config.arguments import add_arguments, annotated, kind_of_argparse
-from llmexp.config.values import ConfigError, override_value, pasteable, refuse, typed
+from llmexp.config.knobs import fields
+from llmexp.config.values import (
+    ConfigError,
+    did_you_mean,
+    override_value,
+    pasteable,
+    refuse,
+    typed,
+)
 from llmexp.folders import rundir
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
@@ -88,7 +97,8 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
 
     def unknown(message: str) -> NoReturn:
         way = f"settings are written train.max_steps=100; see llmexp {command} --help"
-        raise ConfigError(kind_of_argparse(message), f"{message}; {way}")
+        near = _meant(message, words) if message.startswith("unrecognized") else ""
+        raise ConfigError(kind_of_argparse(message), f"{message}; {way}.{near}".rstrip("."))
 
     parser.error = unknown  # type: ignore[method-assign]
     add_arguments(parser, function, words=False)
@@ -118,6 +128,18 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
             args.overrides.append("sweep.screen=auto")
     check_overrides(args.overrides)
     return args
+
+
+def _meant(message: str, words: Sequence[str]) -> str:
+    """Return a hint for a setting that is written as a flag: --batch_size 8; or ''."""
+    flag = next(word for word in words if word.startswith("-") and word in message.split())
+    name, equals, value = flag.lstrip("-").partition("=")
+    if not equals:
+        value = next(iter(words[words.index(flag) + 1 :]), "")
+    if not value or value.startswith("-") or (not equals and "=" in value):
+        value = "..."
+    keys = nearest_keys(name.replace("-", "_"), list(fields()))
+    return did_you_mean([pasteable(f"{key}={value}") for key in keys])
 
 
 def _is_a_run(run: Path, command: str, own: Sequence[str]) -> ConfigError:

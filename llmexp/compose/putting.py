@@ -219,21 +219,40 @@ def _longer_in_option(choices: Mapping[str, Any], key: str, value: str) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown key.
+    """Return a hint for an unknown key: the nearest ones, else what there is in its section."""
+    there = _siblings(key.rpartition(".")[0], known) or _siblings("", known)
+    names = first_of([name for name in there if name != "hydra"], _MOST)
+    return did_you_mean(nearest_keys(key, known)) or f" Known: {names}"
+
+
+def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
+    """Return the known keys that may be meant, up to three.
 
     In this order: a key of the same section that is spelled alike, one of this name elsewhere, a
-    section spelled alike; else what there is in the section."""
+    section spelled alike."""
     section, _, name = key.rpartition(".")
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    siblings = _siblings(section, known)
     turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
-    within = closest(name, turned or siblings, cutoff=0.5 if turned else 0.75)
+    turned = turned or [s for s in siblings if _shortens(s, name) or _shortens(name, s)]
+    within = turned[:1] or closest(name, siblings, cutoff=0.75)
     near = [f"{section}.{word}" if section else word for word in within]
     if not near:
-        near = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")][:3]
+        names = {k: k.rpartition(".")[2] for k in known}
+        near = [k for k, n in names.items() if f"_{n}".endswith(f"_{name}") or _shortens(n, name)]
+        near = near[:3]
     if not near and not siblings:
         near = closest(key, known, cutoff=0.8)
-    top = [k for k in known if "." not in k and k != "hydra"]
-    return did_you_mean(near) or f" Known: {first_of(siblings or top, _MOST)}"
+    return near
+
+
+def _siblings(section: str, known: Sequence[str]) -> list[str]:
+    names = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _shortens(short: str, name: str) -> bool:
+    """Return whether a name has the first letters of the words of another: lr, learning_rate."""
+    return "_" in name and short == "".join(word[:1] for word in name.split("_"))
 
 
 def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:

@@ -24,6 +24,8 @@ from llmexp.config.values import (
     NUMBER_OR_WORD,
     ConfigError,
     Knob,
+    closest,
+    did_you_mean,
     field_key,
     hint,
     nearest,
@@ -87,7 +89,8 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
 def _unknown(dotted: str, key: str, known: Mapping[str, Any]) -> ConfigError:
     own = f" A key of your own goes into the section user: +user.{key}=..."
     own = own if dotted.count(".") < 2 else ""
-    near = nearest(key, known)
+    section = dotted.removesuffix(key)
+    near = did_you_mean([f"{section}{name}" for name in closest(key, known)])
     tail = f"{near}{own}" if near else f"{own}{hint(key, known)}"
     return ConfigError("unknown_key", f"{dotted}: there is no such key.{tail}")
 
