@@ -345,8 +345,8 @@ class Deciding:
             wanted += 1
         for more in [known] if known else range(wanted, count, -1):
             if (limit := self.beyond(len(going) * (more - count), runs, count)) is None:
-                still = f"{len(going)} of {plural(len(self.settings), 'setting')} can be best"
-                return more, f"{still}, and get {more} seeds"
+                still = f"{len(going)} of {plural(len(self.settings), 'setting')} can still be best"
+                return more, f"{still}; the next analysis is at {more} seeds"
         return 0, f"further seeds would go beyond {limit}"
 
     def beyond(self, more: int, runs: int, count: int) -> str | None:

@@ -145,7 +145,7 @@ def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     """Return the swept keys with their values, as a folder's name."""
     given = [o.partition("=") for o in overrides]
     values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
-    return as_name("+".join(f"{name}_{unquoted(value)}" for name, value in values)) or "point"
+    return as_name("+".join(f"{name}_{unquoted(value)}" for name, value in values)) or "run"
 
 
 def as_name(text: str) -> str:

@@ -227,7 +227,7 @@ def test_head_leaves_training_unaffected(tmp_path):
         done = shell(line, tmp_path)
         assert "Traceback" not in done.stderr
         assert done.returncode == 0 or extra == "--info", done.stderr
-    for path in ("one", "two/0-point"):
+    for path in ("one", "two/0-run"):
         assert json.loads((tmp_path / path / "status.json").read_text())["state"] == "finished"
 
 

@@ -418,7 +418,7 @@ def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
     monkeypatch.chdir(tmp_path)
     words = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.seed=1"]
     runs.copy(tmp_path / "sweep", "-m", *words)
-    point = Path("sweep/0-point")
+    point = Path("sweep/0-run")
     (point / "wandb").mkdir()
     (point / "wandb" / "latest-run").symlink_to("nowhere")
     rundir.check_plain(Path("sweep"))
