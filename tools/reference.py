@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -122,10 +123,10 @@ def settings() -> str:
 
 def commands() -> str:
     """Return the page of `--help` of each command."""
-    os.environ["COLUMNS"] = "80"
     text = "# Commands\n\nWhat `llmexp COMMAND --help` prints.\n"
     for command in sorted(COMMANDS):
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        out, wide = io.StringIO(), mock.patch.dict(os.environ, COLUMNS="80")
+        with wide, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             run([command, "--help"])
         text += f"\n## {command}\n\n```\n{out.getvalue()}```\n"
     return text

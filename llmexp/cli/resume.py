@@ -39,11 +39,6 @@ def resume(
     rundir.check_plain(path)
     if rundir.is_run(path):
         return resume_run(path, overrides)
-    return _resume_other(path, overrides)
-
-
-def _resume_other(path: Path, overrides: Sequence[str]) -> int:
-    """Go on with a sweep; say of another folder what is missing. Raises ConfigError."""
     if ledger.is_sweep(path):
         arguments = recordable(ledger.read_ledger(path).arguments)
         here = f"sweep.resume={quoted(str(path))}"

@@ -95,10 +95,8 @@ def run_command(command: str, words: list[str]) -> int:
     if ranks > 1:
         release_signals()
     found = call(function, args)
-    return found if isinstance(found, int) else _print(found, args)
-
-
-def _print(found: Any, args: argparse.Namespace) -> int:
+    if isinstance(found, int):
+        return found
     for problem in getattr(found, "problems", ()):
         warn(problem)
     if os.environ.get("RANK", "0") != "0":

@@ -40,7 +40,7 @@ def runs_of_events(folders: list[Path]) -> list[OtherRun]:
             for event in read.Tensors(tag):
                 if (value := array(event.tensor_proto)).size == 1:
                     rows[event.step][tag] = value.item()
-        looks = [{"step": step, **row} for step, row in rows.items()]
+        looks = [{"step": step, **row} for step, row in sorted(rows.items())]
         given = said_by(folder)
         runs.append(OtherRun(clean(folder.name), given, "", looks, folder, given))
     return runs

@@ -192,8 +192,10 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
         near |= key.startswith("train.max_") and other.startswith(_DECIDE_BUDGETS)
         near |= first == "fork" and key.startswith(("schedule.decay_start", "schedule.warmup_"))
         near |= key == "model.vocab_size" and first == "tokenizer"
+        if not near:
+            return False
         pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
-        return near and len(pairs) == len({value for value, _ in pairs})
+        return len(pairs) == len({value for value, _ in pairs})
 
     def weight(key: str) -> tuple[bool, bool, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1

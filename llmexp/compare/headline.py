@@ -120,7 +120,7 @@ def _single(f: Result) -> str:
         text += f" over {len(values)} seeds (standard deviation {spread:.2g}, {low} to {high})"
     if f.floor and f.floor.size:
         return f"{text}, of which rounding makes {amount(f.floor.size)}"
-    if f.floor:
+    if f.floor and (several or halved):
         same = same_steps([r for s in f.ranked for r in s.taking_part])
         return f"{text}, {'the same to the last bit' if same else 'though other losses differ'}"
     return text + ", each with another seed, so seeds and rounding both count" * several

@@ -5,9 +5,9 @@ last position at which each of them was evaluated, to a step."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -26,8 +26,18 @@ class Position:
     slack: float  # a validation loss counts that was measured at most so far before
 
 
-@functools.lru_cache(4096)
+_KNOWN: WeakKeyDictionary[Record, dict[str, np.ndarray]] = WeakKeyDictionary()
+
+
 def positions(record: Record, align: str) -> np.ndarray:
+    """Return the position after each step, as `_positions` finds it once."""
+    known = _KNOWN.setdefault(record, {})
+    if align not in known:
+        known[align] = _positions(record, align)
+    return known[align]
+
+
+def _positions(record: Record, align: str) -> np.ndarray:
     """Return the position after each step in target tokens, steps, or seconds of training.
 
     Empty where it is not known; of a fork with what its parents had. Document masks hide other

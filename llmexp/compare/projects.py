@@ -133,7 +133,9 @@ def _watched(what: str, work: Callable[[Callable[[str], None]], Any]) -> Any:
         if shown:
             print(f"\r{what}: {text}\033[K", end="", file=sys.stderr, flush=True)
 
-    done = ThreadPool(1).apply_async(work, (tell,))
+    pool = ThreadPool(1)
+    done = pool.apply_async(work, (tell,))
+    pool.close()
     while not done.ready() and time.monotonic() - moved[0] < SILENT_S:
         done.wait(0.1)
     if shown:
@@ -142,6 +144,8 @@ def _watched(what: str, work: Callable[[Callable[[str], None]], Any]) -> Any:
         if not done.ready():
             raise TimeoutError(f"no answer for {SILENT_S:.0f} s")
         return done.get()
+    except ConfigError:
+        raise
     except Exception as error:
         forget_wandb(kill=True)
         text = "is the name right, and the server there? Runs that are here are read offline"

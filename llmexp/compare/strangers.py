@@ -34,7 +34,8 @@ _FIGURES = (
 )
 _LOWER = ("loss", "ppl", "perplexity", "bpb", "nll", "error", "time", "seconds", "bits", "step")
 _HIGHER = "acc accuracy score mfu throughput reward speed"
-RUN_NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", "index", "")
+_INDEX = ("index", "")  # of a frame, as it writes it
+RUN_NAMES = ("run", "run_name", "run_id", "name", "id", "experiment", *_INDEX)
 _STATES = {
     "finished": "finished completed complete done success succeeded ok",
     "running": "running pending queued",
@@ -129,7 +130,7 @@ def records_of(
         name = run.name if names[run.name] == 1 else f"{run.name} ({names[run.name]})"
         config = {k: run.values.get(k) for k in by}
         config |= {k: float(v) for k, v in config.items() if k in mixed and type(v) is int}
-        given = run.values.get(seed or "")
+        given = run.values.get(seed) if seed else None
         whole = isinstance(given, float) and given.is_integer()
         config[SEED] = own_seed(name) if given is None else int(given) if whole else given
         columns, steps = _curve(run.rows, figure, {*by, seed})
@@ -255,7 +256,7 @@ def _settings(
     for key in (vary := _varying(runs, known)):
         values = [v for run in runs if (v := run.values.get(key)) is not None]
         shared, named = len(set(map(repr, values))) <= len(values) / 2, key.lower() in RUN_NAMES
-        if all(_DATE.fullmatch(str(v)) for v in values):
+        if key.lower() in _INDEX or all(_DATE.fullmatch(str(v)) for v in values):
             continue
         if named or any(isinstance(v, str) for v in values):
             alone = len(vary) == 1 and not (named and seed)
@@ -272,6 +273,13 @@ def _settings(
             f"Settings: {listed(found, 8)}, what varies and is not a figure (--by names them)."
         )
     return found
+
+
+def in_order(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return rows by their steps, tokens or seconds, else as they are."""
+    of = {axis_in(k): k for row in rows for k, v in row.items() if number(v) is not None}
+    key = next((of[axis] for axis in _AXES if axis in of), None)
+    return sorted(rows, key=lambda row: number(row.get(key)) or 0.0) if key else rows
 
 
 def _curve(

@@ -33,7 +33,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the whole rows of a metrics file in order, each with the place where it ends.
+    """Yield the whole rows of a file of them in order, each with the place where it ends.
 
     One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
     """

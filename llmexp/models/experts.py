@@ -231,7 +231,8 @@ def in_one_kernel(like: Tensor, gate_efd: Tensor) -> bool:
 
 def _rounded(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Multiply in fp32 and round: oneDNN compiles a product in 16 bits for each number of rows."""
-    return out.copy_(a.float() @ b.float())
+    with torch.autocast("cpu", enabled=False):  # a forward pass is under it
+        return out.copy_(a.float() @ b.float())
 
 
 def _counted(body: Callable[..., Any]) -> Callable[..., Any]:

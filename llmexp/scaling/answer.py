@@ -101,14 +101,16 @@ def _targets(given: float | str) -> dict[str, float]:
 
     Raises ConfigError.
     """
-    parts = [part.rpartition("=") for part in str(given).split(",")]
+    text = str(given)
     try:
-        found = {name.strip(): float(text) for name, _, text in parts}
+        pairs = [part.split("=") for part in text.split(",")] if "=" in text else [["", text]]
+        found = {name.strip(): float(value) for name, value in pairs}
     except ValueError:
-        found = {}
-    if {*found} not in ({""}, {"N", "D"}) or not all(0 < v < TOP for v in found.values()):
+        found, pairs = {}, []
+    known = {*found} in ({""}, {"N", "D"}) and len(found) == len(pairs)
+    if not known or not all(0 < v < TOP for v in found.values()) or text.startswith("="):
         text = "a number above 0 is needed, or a size and tokens"
-        example = "--predict 1e16, or --predict N=1e9,D=2e10"
+        example = "--predict 1e16 or --predict N=1e9,D=2e10"
         raise ConfigError("wrong_type", f"--predict {given}: {text}; for example {example}")
     return found
 

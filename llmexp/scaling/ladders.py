@@ -21,7 +21,7 @@ from llmexp.compare.projects import fetch_figure
 from llmexp.compare.reading import read
 from llmexp.compare.records import TWIN, Record, is_execution
 from llmexp.compare.sources import others
-from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of
+from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of, in_order
 from llmexp.compare.tables import is_table
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import plural, short_label, short_value
@@ -147,7 +147,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
     fetch_figure(runs, figure)
     where, lines = given if isinstance(given, Path) else Path("the frame"), list[Row]()
     for run in runs:
-        ends = (row for row in run.rows[::-1] if number(row.get(figure)) is not None)
+        ends = (row for row in in_order(run.rows)[::-1] if number(row.get(figure)) is not None)
         lines.append(run.values | next(ends, {}))
     columns, keys = {"loss": figure}, [*dict.fromkeys(k for line in lines for k in line)]
     for name, known in _COLUMNS.items():

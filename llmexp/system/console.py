@@ -33,8 +33,8 @@ class Console:
     Nothing here raises: a dead terminal or a full disk must not stop a run.
 
     `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps. The bar
-    appears with the first `progress` call, and only if `stream` is a terminal that can move its
-    cursor. A log that cannot be opened or written is reported once, where lines are printed;
+    appears with the first `progress` call, which callers make only where it is `live`. A log
+    that cannot be opened or written is reported once, where lines are printed;
     `failure` holds that error.
     """
 

@@ -15,7 +15,7 @@ from llmexp.config.values import ConfigError
 from llmexp.folders import ledger, rundir
 from llmexp.folders.find import runs_meant, runs_under
 from llmexp.folders.folder import RunFolder, clean_name
-from llmexp.folders.rows import LINEAGE, read_rows
+from llmexp.folders.rows import LINEAGE, read_rows, walk_rows
 from llmexp.metrics.keys import figures_in
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
@@ -244,7 +244,8 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     folder = RunFolder(run)
     for name in BESIDE:
-        read_rows(run / name)  # raises for damage
+        for _ in walk_rows(run / name):
+            pass  # raises for damage
     rows, status = folder.rows, folder.status
     state = str(status.get("state", "unknown"))
     if not rows:

@@ -312,8 +312,11 @@ def may_have_login() -> bool:
 def _knows(server: str) -> bool:
     variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
     passwords = netrc_passwords()
-    known = urlsplit(server).netloc in passwords or "default" in passwords
-    return known or any(os.environ.get(name) for name in variables)
+    try:
+        known = urlsplit(server).netloc in passwords
+    except ValueError:  # not an address, which wandb says itself
+        known = False
+    return known or "default" in passwords or any(os.environ.get(name) for name in variables)
 
 
 def check_login(what: str = "nothing could be uploaded") -> None:

@@ -13,7 +13,8 @@ import time
 from llmexp.system import child
 
 if __name__ == "__main__":
-    os.environ.setdefault(child.BEGAN, str(time.time()))
+    if "RANK" not in os.environ:  # ranks have that of who started them
+        os.environ[child.BEGAN] = str(time.time())
     # Before torch is imported, so that a signal or a dead parent ends the process at once.
     child.die_with_parent()
     child.never_fail_to_print()

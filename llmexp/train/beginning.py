@@ -175,11 +175,6 @@ def start_loop(
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
             f"{parts.run.max_steps:,}"
         )
-        held = loaded.state.keys() | loaded.tensors.keys()
-        for feature in () if forked else setup.features:
-            if feature.name not in held and (feature.state_dict() or feature.tensors()):
-                text = "starts over: it was off when the checkpoint was saved"
-                console.line(f"{feature.name} {text}")
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
     removals = look_back(path, progress.step) if main else []
@@ -198,6 +193,11 @@ def start_loop(
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=loaded.kept if loaded and not forked else [],
     )
+    held = loaded.state.keys() | loaded.tensors.keys() if loaded and not forked else None
     for feature in setup.features:
         feature.begin(loop)
+        off = held is not None and feature.name not in held
+        if off and (feature.state_dict() or feature.tensors()):
+            text = "starts over: it was off when the checkpoint was saved"
+            console.line(f"{feature.name} {text}")
     return loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmexp import features, mesh
+from llmexp.config.values import ConfigError
 from llmexp.models.loss import SummedLoss, evaluation_mode
 from llmexp.models.operands import IGNORE_INDEX
 from llmexp.optim import precision
@@ -71,6 +72,10 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         settle_buckets(setup, parts.run)
     made = (part.make(parts, setup) for part in features.asked_for(config, "train"))
     setup.features.extend(made)  # one by one: one may need those before it
+    if len(marking := setup.features.acting("mark")) > 1:
+        names = " and ".join(feature.name for feature in marking)
+        text = "one feature at most can mark what is read; leave one out, for example hooks=[]"
+        raise ConfigError("conflict", f"hooks: {names}: {text}")
     return setup
 
 

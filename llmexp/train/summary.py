@@ -129,5 +129,5 @@ def _figures(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     for when in ("final ", "latest ", "best "):
         row = {k.removeprefix(when): v for k, v in summary.items() if k.startswith(when)}
-        if row and row != {"val/loss": summary.get("final val/loss")}:
+        if row and (when == "final " or row != {"val/loss": summary.get("final val/loss")}):
             yield when, " ".join(format_row(row, 0).split()).replace(" |", ",")

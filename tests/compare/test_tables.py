@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gc
 import itertools
 import json
 import math
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,25 @@ def test_odd_cells_of_a_frame():
     twice = pandas.DataFrame([[1, 2, 3]], columns=["lr", "lr", "loss"])
     with pytest.raises(ConfigError, match="the column 'lr' twice"):
         llmexp.compare(twice)
+
+
+def test_the_index_that_a_frame_writes_is_neither_seed_nor_setting():
+    losses = {0.1: (3.00, 3.10, 3.20, 3.31), 0.2: (3.02, 3.125, 3.22, 3.335)}
+    for lr, own in losses.items():
+        lines = [f"{i},{lr},{loss}" for i, loss in enumerate(own)]
+        Path(f"{lr}.csv").write_text("\n".join([",lr,val_loss", *lines, ""]))
+    for by in (["lr"], None):
+        found = llmexp.compare(["0.1.csv", "0.2.csv"], figure="val_loss", by=by)
+        assert [s["mark"] for s in found.data["runs"]] == ["lowest", "undecided"]
+        assert found.data["runs"][0]["seeds"] == 4
+        assert found.data["runs"][1]["half"] > 0.1  # seeds that are no seeds pair nothing
+
+
+def test_what_was_compared_is_given_back_to_the_memory(sweep):
+    records = [weakref.ref(r) for r in llmexp.compare([sweep]).found.runs]
+    gc.collect()
+    assert records
+    assert not [one for one in records if one() is not None]
 
 
 def test_a_log_of_its_own_says_its_settings_in_its_path(sweep):

@@ -297,7 +297,7 @@ def test_a_rank_lost_on_one_node_ends_the_other_which_names_it(run, work, lost):
     for err in [*said, run.json("status.json")["error"]]:
         assert f"rank {lost} was ended by signal 9 (SIGKILL" in err
         assert "Traceback" not in err
-    assert any("go on: start it on each of the 2 hosts again" in err for err in said)
+    assert any("start it on each of the 2 hosts again" in err for err in said)
 
 
 def test_a_node_that_is_lost_as_a_whole_ends_the_other(run, work):

@@ -373,9 +373,19 @@ FORKS = [["fork.run=a", "optimizer.lr=1"], ["fork.run=b", "optimizer.lr=1"]]
 @pytest.mark.parametrize(
     ("knobs", "typed", "grid", "says"),
     [
-        ({"first_seeds": 2}, ["sweep.first_seeds=2"], SEEDS, "first_seeds=2: .* is over 3 se"),
-        ({"first_seeds": 4}, ["sweep.first_seeds=4"], SEEDS, "first_seeds=4: .* is over 3 se"),
-        ({"resume": None}, [], FORKS, "fork.run=a,b: are seeds of their trunk"),
+        (
+            {"first_seeds": 2},
+            ["sweep.first_seeds=2"],
+            SEEDS,
+            "first_seeds=2: .* begins with 3 seeds",
+        ),
+        (
+            {"first_seeds": 4},
+            ["sweep.first_seeds=4"],
+            SEEDS,
+            "first_seeds=4: .* begins with 3 seeds",
+        ),
+        ({"resume": None}, [], FORKS, "fork.run=a,b: are several parents"),
     ],
 )
 def test_what_are_seeds_already_is_refused(tmp_path, knobs, typed, grid, says):

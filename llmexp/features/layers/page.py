@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def section(c: Result) -> Section:
 
 def _plots(c: Result) -> list[Plot]:
     found = ((s, [r.path for r in s.taking_part or s.runs]) for s in c.settings)
-    read = [(s, next(filter(None, map(_read, paths)), None)) for s, paths in found]
-    known = [(text(s.label, 20), *layers) for s, layers in read if layers][:8]
+    read = ((s, next(filter(None, map(_read, paths)), None)) for s, paths in found)
+    known = [*itertools.islice(((text(s.label, 20), *own) for s, own in read if own), 8)]
     if not known:
         return []
     cells = sum(len(z) for _, _, of in known for z in of.values())

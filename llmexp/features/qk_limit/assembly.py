@@ -9,8 +9,12 @@ from llmexp.features.qk_limit.heads import attentions_of
 
 
 def check_model(config: Config, model: nn.Module) -> None:
+    check_heads(model, knobs_of(config, Knobs).qk_limit)
+
+
+def check_heads(model: nn.Module, limit: float | None) -> None:
     """Raise ConfigError for a model whose heads cannot be scaled."""
-    limit, attentions = knobs_of(config, Knobs).qk_limit, attentions_of(model)
+    attentions = attentions_of(model)
     if not attentions:
         text = "the model has no heads of attention that llmexp knows, as GPT2 and Llama have"
         raise refuse("unsupported", "clip.qk_limit", limit, f"{text}; leave it out")

@@ -160,7 +160,7 @@ def assemble(
     begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
     warnings = [*bare.warnings, *check_parallel(solved, place, bare.loss)]
     warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
-    if not tried and not parent and (solved.fork.run or solved.model.get("init_from")):
+    if not tried and not parent and (solved.fork.run or solved.model.get("init_from") is not None):
         warnings += cached(initial_warnings, *begins_with)
     if not is_ours(solved.model["_target_"]) and not tried:
         warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
