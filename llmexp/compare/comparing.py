@@ -120,12 +120,20 @@ def findings(
     )  # fmt: skip
     result.columns = _columns(result, columns)
     result.metric = next((c for c in result.columns if c.key == metric.key), metric)
-    judge(result)
+    _judge_and_order(result)
     keys = [key for key in factors if key != SEED]
     if result.comparable and result.ranked and keys and all(r.screen for r in records):
         values = [{key: s.values.get(key) for key in keys} for s in result.ranked]
         result.screen = screen(values, [s.seeds for s in result.ranked])
     return result
+
+
+def _judge_and_order(f: Result) -> None:
+    """Judge settings; where a sweep decides, who leads over shared seeds stands first."""
+    judge(f)
+    if f.looks and f.ranked and len(f.budgets) == 1:
+        lead = f.ranked[0].computation
+        f.settings = sorted(f.settings, key=lambda s: s.computation != lead)
 
 
 def _metric(

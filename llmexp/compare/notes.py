@@ -128,12 +128,27 @@ def _beside(f: Result) -> Iterator[Note]:
         most = max((len(s.seeds) for s in several), default=0)
         fewer = any(s.difference and s.difference.most < most for s in several)
         text = "; differences are over shared seeds" * (fewer and bool(lacking))
-        yield "Means over unequal seeds", listed(lacking) + text
+        yield "Means over unequal seeds", (listed(lacking) + text) or _unequal(f)
     for sweep, count in {r.sweep: r.left for r in f.runs if r.sweep and r.left}.items():
         way = "the sweep is running" if is_running(sweep) else how_to_resume(sweep)
         yield "Left to train", f"{plural(count, 'run')}; {way}"
     if f.mixed:
         yield "Tokenizers differ", "losses per token do not compare, bits per byte do"
+
+
+def _unequal(f: Result) -> str:
+    """Say why a setting behind the leading one has the better mean, where it has other seeds."""
+    if not (f.looks and f.ranked and f.judged) or f.target:
+        return ""
+    lead, *others = f.ranked
+    sign, key = f.metric.sign, f.key
+    before = [
+        s
+        for s in others
+        if {*s.seeds} != {*lead.seeds} and sign * s.figures[key] < sign * lead.figures[key]
+    ]
+    counts = [f"{s.label} has {plural(len(s.seeds), 'seed')}" for s in (lead, *before)]
+    return f"{listed(counts)}; differences are over those that both have" * bool(before)
 
 
 def _places(f: Result) -> dict[str, Place]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import llmexp
 from llmexp.compare.comparing import findings, with_words
 from llmexp.config.values import ConfigError
-from llmexp.folders.ledger import read_ledger
+from llmexp.folders.ledger import Look, read_ledger
 from tests.compare.made import trained
 from tests.compare.synthetic import (
     make_case,
@@ -262,3 +262,24 @@ def test_settings_that_are_left_out_have_the_names_of_their_folders(tmp_path):
     assert [name.partition("clip=")[2] for name in marks] == ["1.0", "2.0", "1.0 x2", "2.0 x2"]
     short = [name for name, mark in marks.items() if mark == "too short"]
     assert f"Left out: too short ({short[0]} and {short[1]})." in answer.data["notes"]
+
+
+def test_who_leads_over_shared_seeds_stands_first_though_its_mean_is_higher():
+    """A sweep that decides was stopped in the middle: one setting has a seed more, a bad one."""
+    why = "2 of 2 settings can still be best; the next analysis is at 5 seeds"
+    look = Look([*"1234"], 0.01, 8, ["0", "1"], [], why)
+    noise = [0.0, 0.011, -0.007, 0.004, 0.3]
+    apart = [0.012, -0.008, 0.012, -0.008]
+    runs = [trained(0, seed, 3 + noise[seed - 1], [look]) for seed in range(1, 6)]
+    runs += [
+        trained(1, seed, 3 + noise[seed - 1] + apart[seed - 1], [look]) for seed in range(1, 5)
+    ]
+    found = with_words(findings(runs))
+    first, second = found.settings
+    assert (first.label, first.mark, second.mark) == ("lr=1.0", "lowest", "undecided")
+    assert first.figures["val/loss"] > second.figures["val/loss"]
+    assert second.size == pytest.approx(0.002)
+    (note,) = (note for note in found.notes if note.startswith("Means over unequal seeds"))
+    assert "lr=1.0 has 5 seeds and lr=2.0 has 4 seeds" in note
+    runs = runs[:4] + runs[5:]
+    assert not any("unequal" in note for note in with_words(findings(runs)).notes)
