@@ -43,9 +43,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         parts.begin_model(model, joined.device, fresh)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if module is loss:  # not under DDP, which has them in buckets
-        # Gradients live as long as the run: born between activations in each step they would
-        # fragment the heap, and accumulation would cost memory. A parameter that a window does not
-        # touch has gradient 0, not none.
+        # Gradients live as long as the run: born between activations they would fragment the heap,
+        # and accumulation would cost memory. One that a window does not touch is 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
     optimizers = parts.build_optimizers(model)
