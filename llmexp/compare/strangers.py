@@ -181,8 +181,7 @@ def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
         if found := [k for k in keys if k.lower() == usual]:
             said.append(f"Figure: {found[0]} (--figure names another).")
             return found[0]
-    given = {*asked.by, asked.seed}
-    left = [k for k in keys if k not in given]
+    left = [k for k in keys if k not in {*asked.by, asked.seed}]
     numbers = [k for k in left if of_figures(k)]
     # what may be a figure, if it need be
     numbers = numbers or [k for k in left if not (names_seed(k) or axis_in(k))] or keys
