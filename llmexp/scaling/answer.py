@@ -78,7 +78,7 @@ def fit(
         raise ConfigError("conflict", f"--predict {predict}: {text}")
     place = (at["N"], at["D"]) if "N" in at else None
     answer = Fits(form or "surface", counted, [])
-    refused: list[ConfigError] = []
+    refused, left = list[ConfigError](), list[str]()
     for ladder, axis in zip(found, axes, strict=True):
         seed = len(answer.laws)  # or ladders of equally many runs would share their draws
         try:
@@ -88,9 +88,10 @@ def fit(
                 answer.laws.append(Surface(ladder, counted, at.get(""), seed, place))
         except ConfigError as error:
             refused.append(error)
+            left.append(f"{error} (left out: {listed([p.name for p in ladder.points])})")
     if not answer.laws:
         raise refused[0]
-    answer.problems = (*problems, *map(str, refused))
+    answer.problems = (*problems, *left)
     if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
         answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer

@@ -105,7 +105,7 @@ def test_which_runs_are_points_of_which_ladder(tmp_path, monkeypatch, name):
         counts = case.get("counts", [COUNT] * len(case.get("names", [0])))
         assert [one["runs"] for one in found.data["ladders"]] == counts
         assert found.data["ladders"][0]["left_out"] == case.get("left_out", {})
-        assert found.problems == ()
+        assert list(found.problems) == case.get("problems", [])
 
 
 def test_names_of_ladders_in_files(tmp_path):
@@ -292,7 +292,7 @@ def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_
         for opt, off in (("adam", 0.0), ("muon", -0.05)) for n, d in points for step in (1, 2)
     ]  # fmt: skip
     rows[-1]["state"] = "crashed"
-    adam, muon = llmexp.fit(pandas.DataFrame(rows)).answer.laws
+    adam, muon = llmexp.fit(pandas.DataFrame(rows)).found.laws
     assert [law.ladder.name for law in (adam, muon)] == ["opt=adam", "opt=muon"]
     assert (len(adam.losses), len(muon.losses)) == (12, 11)
     assert adam.ladder.out == {"failed": [rows[-1]["run"]]}
