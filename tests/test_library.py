@@ -257,7 +257,7 @@ DDP = ["parallelism=ddp", *SHARDED[1:]]
         ("Muon", [], "optimizer.name=Muon: is for matrices alone, and a model has vectors; choose "
          "optimizer=muon"),
         ("AdaHessian", [], "pytorch_optimizer.AdaHessian: its step fails with gradients alone"),
-        ("Magma", [], "optimizer.name=pytorch_optimizer.Magma: does not go on from a checkpoint"),
+        ("Magma", [], "pytorch_optimizer.Magma: does not resume exactly from a checkpoint"),
         ("SPAM", [], "pytorch_optimizer.SPAM: keeps a state that is of no parameter"),
         ("A2Grad", [], "optimizer.name=pytorch_optimizer.A2Grad: has no learning rate in its gro"),
         ("SOAP", SHARDED, "pytorch_optimizer.SOAP: each rank would hold parts of tensors"),

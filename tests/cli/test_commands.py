@@ -87,7 +87,7 @@ def test_each_command_in_the_source_is_read():
     slot, found = re.compile(r"\b[A-Z]{2,}\b|\bN\b|\.\.\."), []
     for path, node in nodes():
         for line in str(node.value).splitlines() if isinstance(node, ast.Constant) else []:
-            line = line.rpartition("for example ")[2].partition(" says ")[0]
+            line = re.split(" says | prints ", line.rpartition("for example ")[2])[0]
             if re.match(r"llmexp .*(=|outputs/)", line) and not slot.search(line):
                 found += [(path.name, words) for words in commands(line)]
     assert len(found) > 8

@@ -163,7 +163,7 @@ def test_the_end_counts_units_as_the_rows_do(halved, rule, units):
     tried = [row["share"] for row in found["table"]]
     assert tried == sorted(tried, reverse=True)
     assert any(0 < share < 1 for share in tried)
-    text = f"{100 * found['share']:.1f}% of {units} clipped at"
+    text = f"{100 * found['share']:.3g} % of {units} clipped at"
     assert text in " ".join(halved(rule).out.split())
 
 

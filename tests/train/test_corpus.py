@@ -100,7 +100,8 @@ def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
 
 def test_a_fork_with_another_tokenizer_is_refused(one, monkeypatch):
     monkeypatch.chdir(one.folder.parent)
-    other = ["tokenizer._target_=own.nets.byte_tokens", "+tokenizer.kind=turned", "--allow=own"]
+    monkeypatch.setenv("LLMEXP_ALLOW", "own")
+    other = ["tokenizer._target_=own.nets.byte_tokens", "+tokenizer.kind=turned"]
     with pytest.raises(ConfigError, match=r"^fork.run=run: its tokenizer \(bytes\) gives other"):
         planned(["fork.run=run", *other])
 

@@ -104,7 +104,7 @@ def test_evaluate_and_opening_find_all_that_the_run_had(here, unseen, parts):
     mode that their code chose."""
     assert evaluated(here, "unseen") == pytest.approx(unseen.rows()[-1]["val/loss"], rel=1e-12)
     out = " ".join(unseen.out.split())
-    assert "model: off, still stay in evaluation, as its code says" in out
+    assert "model: off, still stay in evaluation, as its code demands" in out
     assert "dropout 0.2 in training" in out
     opened, fresh = open_run(unseen.folder, 5).model, parts.new_model()
     types = [{n: b.dtype for n, b in m.named_buffers() if n != "cache"} for m in (opened, fresh)]
@@ -288,4 +288,4 @@ def test_torch_that_mixes_gradients_of_unused_parameters_is_refused(own):
 
 def test_a_model_that_is_in_evaluation_as_a_whole_is_named_once():
     (said,) = left_in_evaluation(nn.Sequential(nn.Dropout(), nn.Linear(1, 1)).eval())
-    assert said.startswith("model: all of it stays in evaluation, as its code says")
+    assert said.startswith("model: all of it stays in evaluation, as its code demands")

@@ -45,9 +45,7 @@ def placed(config: Config) -> Placement:
     layout = _layout(config, device)
     kind, reason = precision.choose(config.precision.kind, device)
     offload = config.parallelism.activation_checkpointing == "offload"
-    compiled = False, ""
-    if config.train.compile is True or (config.train.compile == "auto" and device.type != "cpu"):
-        compiled = _compiled(config.train.compile, device, offload)
+    compiled = _compiled(config.train.compile, device, offload)
     return Placement(device, layout, kind, reason, *compiled)
 
 
@@ -57,6 +55,8 @@ def _compiled(wanted: bool | str, device: torch.device, offload: bool) -> tuple[
     A compiled block would hide what it keeps from `offload`.
     Raises ConfigError where it cannot be and was asked for.
     """
+    if wanted is False or (wanted == "auto" and device.type == "cpu"):
+        return False, ""
     why = "parallelism.activation_checkpointing=offload moves what blocks keep one by one"
     missing = why if offload else _missing_to_compile(device)
     if wanted == "auto":
