@@ -29,9 +29,9 @@ NO_FILE = ["data=text", "data.train_files=nope"]
         (["plan", "optimizer=sgd", "optimizer.beta2=0.9"], "idle_knob", "optimizer.beta2"),
         (["plan", "sweep.decide=true"], "idle_knob", "sweep.decide"),
         (["plan", "optimizer=sdg"], "unknown_option", "optimizer"),
-        (["compare", "nothing-here"], "cannot_compare", None),
+        (["compare", "nothing-here"], "not_a_run", None),
         (["compare", "--bogus"], "unknown_key", None),
-        (["next", "nothing-here"], "cannot_compare", None),
+        (["next", "nothing-here"], "not_a_run", None),
         (["bogus"], "unknown_key", None),
     ],
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import llmexp
 from llmexp.compare.reading import read, read_columns
+from llmexp.config.values import ConfigError
 from llmexp.folders.find import find
 from llmexp.folders.folder import RunFolder
 from llmexp.system.redact import clean
@@ -174,11 +175,13 @@ def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_
     monkeypatch.chdir(tmp_path)
     sweep = make_sweep(Path("out/x/s"), {str(i): {"max_norm": i + 1.0} for i in range(11)}, [])
     (tmp_path / "empty").mkdir()
-    globs = ["out", str(sweep / "1-*"), "out/x/s/sweep.json", "empty", "nowhere"]
+    globs = ["out", str(sweep / "1-*"), "out/x/s/sweep.json", "empty"]
     found, problems = find([*globs, "out/x/*/2-2/run.json"])
     by_number = [f"{i}-{i}" for i in range(11)]  # 10 after 9
     assert [path.name for path, _ in found] == by_number
-    assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
+    assert [p.split(":")[0] for p in problems] == ["empty"]
+    with pytest.raises(ConfigError, match="nowhere: there is nothing of that name in"):
+        find([*globs, "nowhere"])
     Path("link").symlink_to(sweep)
     for first in ("link/0-0", "out/x/s/../s/0-0"):  # the same sweep by another name
         found, problems = find([first, sweep])
