@@ -31,7 +31,7 @@ Out = Annotated[Sequence[Path], "FILE", "also write the answer there; may be giv
 
 @dataclass(frozen=True)
 class Printed:
-    """What a comparison or a fit has found: what the command prints, as data."""
+    """Hold what a comparison or a fit has found, to be printed or read as data."""
 
     found: Any
     why: bool = False
