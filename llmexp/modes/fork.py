@@ -140,10 +140,10 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
     kinds = [o.get("name", o["_target_"]) for o in (config.optimizer, there.optimizer)]
     types = [precision.parameter_dtype(c.precision.kind) for c in (config, there)]
     if kinds[0] != kinds[1]:
-        text = f"the parent's are of {kinds[1]}, and this run has {kinds[0]}"
+        text = f"the optimizer state of the parent is of {kinds[1]}, and this run has {kinds[0]}"
         raise refuse("conflict", "fork.reset_optimizer", False, text, True)
     if types[0] != types[1]:
-        text = f"the parent's are {types[1]}, and those of this run {types[0]}"
+        text = f"the optimizer state of the parent is {types[1]}, and this run's {types[0]}"
         raise refuse("conflict", "fork.reset_optimizer", False, text, True)
 
 

@@ -245,12 +245,9 @@ class Run(Facts):
         if chosen.eval_every_tokens is None:
             every = chosen.eval_every
             return until // every - after // every if every else 0
-        return self._evaluations_by_tokens(chosen.eval_every_tokens, after, until)
-
-    def _evaluations_by_tokens(self, every: int, after: int, until: int) -> int:
         ends = [stage.first_step for stage in self.stages if after < stage.first_step < until]
         edges = [after, *ends, until]  # within a stage all steps are of one size
-        tokens = [self.tokens_at(step) // every for step in edges]
+        tokens = [self.tokens_at(step) // chosen.eval_every_tokens for step in edges]
         return sum(
             min(tokens[i + 1] - tokens[i], edges[i + 1] - edges[i]) for i in range(len(ends) + 1)
         )

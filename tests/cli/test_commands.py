@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.metadata as metadata
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,6 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.next_step import propose
 from llmexp.config.commands import EXTRAS, command, how_to_install, own_parts
 from llmexp.folders import ledger
-from llmexp.folders.rundir import locked
 from tests.conftest import ROOT, TINY, llmexp
 from tests.suggestions import PARSER, commands, read
 from tests.tools import amend, run_here
@@ -216,15 +217,22 @@ def test_next_leaves_out_what_a_sweep_refuses_and_what_tells_no_settings_apart(p
     assert "model=mine" in words
 
 
+@contextmanager
+def held_by_another(path: Path) -> Iterator[None]:
+    with open(path, "a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
 def test_a_sweep_that_runs_is_waited_for_and_a_stopped_one_is_gone_on_with(printed):
     path = printed[0] / "cut"
     assert propose(compare([path])).words[:2] == ("resume", str(path))
-    with locked(path, ledger.LOCK):
+    with held_by_another(path / ledger.LOCK):
         step = propose(compare([path]))
         assert (step.rule, step.words) == ("wait", ())
         assert not list(commands(" ".join(compare([path]).why)))
     whole = printed[0] / "-s 1"
-    with locked(whole, ledger.LOCK):
+    with held_by_another(whole / ledger.LOCK):
         assert propose(compare([whole])).rule == "wait"
 
 

@@ -73,7 +73,7 @@ def test_another_format_is_refused_not_passed_over(whole, tmp_path, capsys):
     amend(manifest, format=ours + 1)
     assert command(["sample", str(run), "--tokens", "1"]) == 2
     err = capsys.readouterr().err
-    text = f"format={ours + 1}: this version of llmexp reads format {ours}; go on with"
+    text = f"format={ours + 1}: this version of llmexp reads format {ours}; use the"
     assert f"{manifest}: {text}" in err
     assert "Traceback" not in err
 

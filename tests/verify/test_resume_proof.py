@@ -197,7 +197,7 @@ def flip(run: Path) -> None:
         (rows(rescale), "step 4, lr"),
         (flip, "first: "),
         (rows(lambda lines: lines.pop(), "verify/rank-0.jsonl"), f"step {STEPS}, rank 0, "),
-        (lambda run: shutil.rmtree(run / "checkpoints"), "there is none"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "none was saved"),
     ],
     ids=["row-twice", "row-lost", "order", "lr", "bit", "record-lost", "no-checkpoint"],
 )

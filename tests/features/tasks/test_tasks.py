@@ -89,8 +89,8 @@ def test_compare_ranks_by_a_score_and_asks_the_items(asked, tmp_path, monkeypatc
     monkeypatch.chdir(asked)
     key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
     for name, change, words in (
-        ("far", lead, "the items do tell apart"),
-        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell apart"),
+        ("far", lead, ", significant over the items"),
+        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "not significant over the items"),
     ):
         other = tmp_path / name
         shutil.copytree("asked", other)
