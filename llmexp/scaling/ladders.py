@@ -21,7 +21,7 @@ from llmexp.compare.projects import fetch_figure
 from llmexp.compare.reading import read
 from llmexp.compare.records import TWIN, Record, is_execution
 from llmexp.compare.sources import others
-from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of, in_order
+from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of, in_order, of_figures
 from llmexp.compare.tables import is_table
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import plural, short_label, short_value
@@ -143,7 +143,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
     They need the columns N, D and a loss, or C in place of one of the first two. Words that several
     runs share set ladders apart. Raises ConfigError for what lacks a column.
     """
-    figure = figure_of(runs, Asked(figure=figure), [])
+    asked, figure = figure, figure_of(runs, Asked(figure=figure), [])
     fetch_figure(runs, figure)
     where, lines = given if isinstance(given, Path) else Path("the frame"), list[Row]()
     for run in runs:
@@ -177,6 +177,15 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
     if not found:
         text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
         raise ConfigError("bad_data", f"{where}: {text}")
+    notes = list[Note]()
+    if not asked and (more := [k for k in keys if of_figures(k) and k != figure]):
+        notes.append(
+            ("Figure", f"{figure}, not {listed(more)}; chosen by its name, as no --figure is given")
+        )
+    if is_table(given) and (count := sum(len(run.rows) for run in runs)) > len(runs):
+        text = f"{plural(count, 'line')} of {plural(len(runs), 'run')}, each a point at its last"
+        notes.append(("Lines", f"{text}; without the column of names each line is a run"))
+    next(iter(found.values())).notes += notes
     return list(found.values())
 
 

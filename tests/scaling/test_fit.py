@@ -288,7 +288,7 @@ def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_
     points = [(n, r * n) for n in (1e7, 3e7, 1e8, 3e8) for r in (5, 20, 80)]
     rows = [
         {"run": f"{opt}{n}-{d}", "opt": opt, "n_params": n, "step": step, "tokens": d * step / 2,
-         "val_loss": law.loss(n, d) + off + 2 - step, "state": "done"}
+         "val_loss": law.loss(n, d) + off + 2 - step, "train_loss": 9.0, "state": "done"}
         for opt, off in (("adam", 0.0), ("muon", -0.05)) for n, d in points for step in (1, 2)
     ]  # fmt: skip
     rows[-1]["state"] = "crashed"
@@ -298,6 +298,11 @@ def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_
     assert adam.ladder.out == {"failed": [rows[-1]["run"]]}
     assert adam.tokens.tolist() == [d for _, d in points]
     assert adam.numbers["beta"].value == pytest.approx(law.beta, rel=1e-3)
+    assert adam.ladder.notes == [
+        ("Figure", "val_loss, not train_loss; chosen by its name, as no --figure is given"),
+        ("Lines", "48 lines of 24 runs, each a point at its last; without the column of names each "
+         "line is a run"),
+    ]  # fmt: skip
 
 
 def test_rows_of_flops_show_flops(tmp_path):
