@@ -9,6 +9,7 @@ stay names in a config.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,18 +58,29 @@ NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.g
 
 
 class Sized(ConfigRepository):
-    """Take no file of the user's that is larger than a config: its aliases could make it endless.
+    """Read each file once, and none of the user's that is larger than a config.
 
-    Hydra copies its repository, and the copy is one too.
+    The aliases of a large one could make it endless. Hydra copies its repository, and the copy is
+    one too.
     """
 
     def load_config(self, config_path: str) -> Any:
         source = next((one for one in self.sources if one.is_config(config_path)), None)
-        if source is not None and source.provider not in ("main", "hydra", "schema"):
-            folder = files(source.path) if source.scheme() == "pkg" else Path(source.path)
-            with as_file(folder / f"{config_path.removesuffix('.yaml')}.yaml") as file:
-                config_text(file)
-        return super().load_config(config_path)
+        if source is None or source.scheme() == "structured":
+            return super().load_config(config_path)
+        folder = files(source.path) if source.scheme() == "pkg" else Path(source.path)
+        with as_file(folder / f"{config_path.removesuffix('.yaml')}.yaml") as file:
+            state = file.stat()
+            same = (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+            key = (source.provider, source.path, config_path, *same)
+            if key not in _READ:
+                if source.provider not in ("main", "hydra", "schema"):
+                    config_text(file)
+                _READ[key] = pickle.dumps(super().load_config(config_path))
+        return pickle.loads(_READ[key])  # a copy: Hydra changes what it gets
+
+
+_READ: dict[tuple[object, ...], bytes] = {}  # of this process, by place and state of the file
 
 
 def refuse_files(cfg: DictConfig, choices: Sequence[Override]) -> None:
