@@ -120,6 +120,7 @@ def test_a_frame_of_polars_is_one_of_pandas(sweep):
     polars = pytest.importorskip("polars")
     frame = polars.DataFrame(lines_of(sweep, True))
     assert judged(llmexp.compare(frame)) == judged(llmexp.compare(sweep))
+    assert judged(llmexp.compare(frame.lazy())) == judged(llmexp.compare(sweep))
     frame.write_parquet("by_polars.parquet")
     assert judged(llmexp.compare("by_polars.parquet")) == judged(llmexp.compare(sweep))
 
