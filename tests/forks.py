@@ -76,7 +76,7 @@ def pretend_bf16() -> None:
 
 def kind(env: dict[str, str]) -> str:
     """What of an environment something reads as it is imported, or as Python starts."""
-    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_", "TORCH")
+    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_", "TORCH_")
     own = (one for one in env.items() if one[0].startswith(names) and one[0] != "PYTHON")
     return repr(sorted(own))
 
@@ -105,8 +105,6 @@ def warm() -> Iterator[None]:
 
 def become_command() -> None:
     """Run what the arguments name, as a process whose workers are forks too."""
-    ours, old = (text.split(os.pathsep) for text in (os.environ.get("PYTHONPATH", ""), PATHS))
-    sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in (*ours, *old))]
     workers.keep_template()
     sys.path.insert(0, os.getcwd())
     del sys.argv[0]

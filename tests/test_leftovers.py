@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -12,7 +13,9 @@ import torch
 
 from llmexp.optim import precision
 from llmexp.system.child import STOP
+from llmexp.system.workers import Forked
 from tests import leftovers
+from tests.conftest import start
 
 
 def at_work() -> None:
@@ -70,3 +73,11 @@ def test_settings_of_torch_are_put_back(newer):
             precision.apply("fp32")
             assert leftovers.state() != before
         assert leftovers.state() == before
+
+
+def test_commands_are_forks_whatever_torch_puts_into_the_environment(tmp_path):
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+    assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    process = start("--version", cwd=tmp_path)
+    assert "llmexp" in process.communicate()[0]
+    assert isinstance(process, Forked)
