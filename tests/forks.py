@@ -91,7 +91,11 @@ def start(module: str, *arguments: str, env: dict[str, str], **more: Any) -> Any
     more |= {"env": env, "start_new_session": True}
     if ALLOWED and kind(env | {"PYTHONPATH": PATHS}) == kind(HERE):
         words = [sys.executable, "-m", "tests.forks", module, *arguments]
-        return workers.Forked(template(), words, **more)
+        try:
+            return workers.Forked(template(), words, **more)
+        except OSError:  # it has ended with the thread that started it
+            template.cache_clear()
+            return workers.Forked(template(), words, **more)
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **more)
 
 

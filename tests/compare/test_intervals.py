@@ -66,7 +66,7 @@ def trained(where: Path, commands: list[list[str]], plan: str) -> Path:
     return where / "run"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_run_in_several_ways_is_one_run_in_every_figure(tmp_path, seed):
     """The second has no validation data."""
     chance = random.Random(seed)

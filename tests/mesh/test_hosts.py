@@ -237,6 +237,7 @@ def ranks_of(run: Result) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_torchrun_brings_back_a_host_that_was_lost(two_hosts, run, work):
     one, two = two_hosts
     amend(run.folder / "config.yaml", parallelism={"max_restarts": 2})
@@ -357,7 +358,7 @@ def missed(run: Result, work: Path, node: int, missing: int) -> None:
         assert "on purpose" not in text
 
 
-@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("failed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_node_that_never_comes_is_missed_whatever_an_earlier_start_left(run, work, failed):
     """Rank 1 failed in the first start, or waited in vain for rank 0; then it does not come."""
     if failed:
@@ -387,7 +388,8 @@ def batch_of(run: Result) -> tuple[int, int, int]:
     return one, two, three
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [True, False])
 def test_ranks_of_all_nodes_find_the_size_that_fits_on_each(run, work, stopped):
     with_auto(run)
     with nodes(run, work, 0, 1, FAULT_PLAN=sleeping(0.02 if stopped else 0)) as both:
@@ -534,7 +536,7 @@ def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):
     assert all("rank 0 has another config than rank 1" in err for err in said)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["rows", "config"])
 def test_a_refused_resume_leaves_all_but_its_logs_and_its_status(work, tmp_path, hosts, by):
     """By torchrun on one host, or on two nodes of Slurm: the status alone tells why there."""

@@ -312,6 +312,7 @@ def test_a_sweep_that_is_killed_at_any_look_takes_the_same_decisions(tmp_path, k
     assert (again.code, looks_of(there)) == (0, expected)
 
 
+@pytest.mark.slow
 def test_a_grid_that_was_trained_before_is_decided_and_widened(tmp_path):
     constant = ["schedule=constant", "optimizer.lr=1e-4,2e-2", "hydra.sweep.dir=s"]
     plain = llmexp("train", "-m", *TINY, *RUN, *constant, cwd=tmp_path)
