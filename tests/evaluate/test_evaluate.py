@@ -77,7 +77,8 @@ def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
     assert alone == shared
 
 
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_ranks_that_share_a_model_score_tasks_as_one(there, capsys, kind):
     """Batches are as with one rank, whichever rank computes them: sharded weights give the same
     bits, split products sums in another order, in fp64."""

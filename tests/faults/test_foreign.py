@@ -227,7 +227,9 @@ def attempt(base: Path, home: Path, file: str, damage: str, command: list[str]) 
     shutil.rmtree(home)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))]
+)
 def test_whatever_a_file_holds_a_command_ends_in_words(base, tmp_path, forking, part):
     """Of each file some damages and commands, others for each of them."""
     chosen = random.Random(part).sample(CASES, 16)

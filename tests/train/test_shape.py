@@ -129,9 +129,16 @@ def test_the_last_word_on_a_shape_counts(tmp_path):
 
 
 OPTIONS = {path.stem for path in (ROOT / "conf/model").glob("*.yaml")} - {"hf"}
+ONE_OF_EACH = ("gpt2_xl", "llama3_8b", "olmo2_1b", "olmoe_1b_7b", "qwen3_0_6b")
 
 
-@pytest.mark.parametrize("name", sorted({*OPTIONS} - {"moe_tiny"}))  # which has no dense MLP
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH))
+        for name in sorted(OPTIONS - {"moe_tiny"})  # which has no dense MLP
+    ],
+)
 def test_the_mlp_follows_a_width_that_is_given_alone(name):
     """At the ratio of the option, or of its family; a given d_ff stays, wherever it stands."""
 
