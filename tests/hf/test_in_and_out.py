@@ -277,7 +277,7 @@ def test_an_export_is_checked_where_transformers_is(trained, tmp_path, monkeypat
 
 
 def test_the_next_export_removes_the_draft_of_a_killed_one(trained, tmp_path, monkeypatch):
-    (tmp_path / "transformers.py").write_text("import time\ntime.sleep(99)\n")
+    (tmp_path / "transformers.py").write_text("import time\ntime.sleep(9999)\n")
     paths = os.pathsep.join([str(tmp_path), PATHS])
     words = ("export", str(trained.folder), "--to", "hf", "out")
     monkeypatch.chdir(tmp_path)
