@@ -94,6 +94,7 @@ def start(module: str, *arguments: str, env: dict[str, str], **more: Any) -> Any
         try:
             return workers.Forked(template(), words, **more)
         except OSError:  # it has ended with the thread that started it
+            template().end()
             template.cache_clear()
             return workers.Forked(template(), words, **more)
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **more)
@@ -109,8 +110,14 @@ def warm() -> Iterator[None]:
 
 def become_command() -> None:
     """Run what the arguments name, as a process whose workers are forks too."""
-    workers.keep_template()
+    ours, old = (text.split(os.pathsep) for text in (os.environ.get("PYTHONPATH", ""), PATHS))
+    sys.path[:] = [*filter(None, ours), *(path for path in sys.path if path not in (*ours, *old))]
     sys.path.insert(0, os.getcwd())
+    there = dict[str, str]()
+    if os.environ.get("LLMEXP_ALLOW") or any(word.startswith("--allow") for word in sys.argv):
+        there["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *ours]))  # of its workers
+    with mock.patch.dict(os.environ, there):
+        workers.keep_template()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

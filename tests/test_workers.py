@@ -51,8 +51,7 @@ def of(process: subprocess.Popen) -> dict:
 
 def test_a_fork_is_as_a_process_that_was_started_afresh(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = os.pathsep.join([str(tmp_path / "more"), PATHS])  # as --allow has it
-    env = environment(LLMEXP_ALLOW="own", RANK="3", CUDA_VISIBLE_DEVICES="1", PYTHONPATH=path)
+    env = environment(LLMEXP_ALLOW="own", RANK="3", CUDA_VISIBLE_DEVICES="1")
     forked = started("facts", env=env)
     assert isinstance(forked, workers.Forked)
     with workers.warm(False):

@@ -187,10 +187,10 @@ def _once(heads: list[Any]) -> None:
 
 def _of_frame(frame: Any) -> list[Any]:
     """Return the lines of a data frame of polars or pandas, or a table of Arrow, by column."""
-    if hasattr(frame, "collect"):  # a LazyFrame of polars
+    if hasattr(type(frame), "collect"):  # a LazyFrame of polars
         frame = frame.collect()
     for name in ("to_dicts", "to_pylist"):
-        if hasattr(frame, name):
+        if hasattr(type(frame), name):  # not a column of this name
             return list(getattr(frame, name)())
     _once(list(frame.columns))
     return list(frame.to_dict("records"))

@@ -69,18 +69,19 @@ class Sized(ConfigRepository):
         if source is None or source.scheme() == "structured":
             return super().load_config(config_path)
         folder = files(source.path) if source.scheme() == "pkg" else Path(source.path)
+        place = (source.scheme(), source.provider, source.path, config_path)
         with as_file(folder / f"{config_path.removesuffix('.yaml')}.yaml") as file:
-            state = file.stat()
-            same = (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-            key = (source.provider, source.path, config_path, *same)
-            if key not in _READ:
-                if source.provider not in ("main", "hydra", "schema"):
-                    config_text(file)
-                _READ[key] = pickle.dumps(super().load_config(config_path))
-        return pickle.loads(_READ[key])  # a copy: Hydra changes what it gets
+            if source.provider not in ("main", "hydra", "schema"):
+                config_text(file)
+            now = file.stat()
+            state = (now.st_ino, now.st_size, now.st_ctime_ns)
+            if _READ.get(place, ())[:-1] != state:
+                _READ[place] = (*state, pickle.dumps(super().load_config(config_path)))
+        return pickle.loads(_READ[place][-1])  # a copy: Hydra changes what it gets
 
 
-_READ: dict[tuple[object, ...], bytes] = {}  # of this process, by place and state of the file
+# What the files of this process hold, by their place: what tells their state, and the content.
+_READ: dict[tuple[str, ...], tuple[Any, ...]] = {}
 
 
 def refuse_files(cfg: DictConfig, choices: Sequence[Override]) -> None:

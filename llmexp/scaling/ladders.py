@@ -21,7 +21,7 @@ from llmexp.compare.projects import fetch_figure
 from llmexp.compare.reading import read
 from llmexp.compare.records import TWIN, Record, is_execution
 from llmexp.compare.sources import others
-from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of, in_order, of_figures
+from llmexp.compare.strangers import Asked, OtherRun, Row, figure_of, in_order
 from llmexp.compare.tables import is_table
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import plural, short_label, short_value
@@ -178,7 +178,8 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
         text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
         raise ConfigError("bad_data", f"{where}: {text}")
     notes = list[Note]()
-    if not asked and (more := [k for k in keys if of_figures(k) and k != figure]):
+    more = [k for k in keys if k.lower().endswith("loss") and k not in columns.values()]
+    if more and not asked:
         notes.append(
             ("Figure", f"{figure}, not {listed(more)}; chosen by its name, as no --figure is given")
         )

@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 from llmexp.system import child
 
 # Variables that nothing reads as it is imported, as LLMEXP_*: workers of a template may differ in
-# them. A fork takes up its PYTHONPATH, where parts of a user's own may lie.
+# them.
 _OWN = (
     "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "PWD", "PYTHONPATH",
+    "MASTER_PORT", "PWD",
 )  # fmt: skip
 # What every run imports later: at its first loss, and as it saves.
 _LATER = ("torch.utils.serialization.config", "numpy.ma")
@@ -364,8 +364,6 @@ def _go_there(request: dict[str, Any], between: int) -> None:
 def _become(request: dict[str, Any], streams: list[int]) -> None:
     """Make this fork what a process is that was started afresh."""
     _take(streams, request["numbers"])
-    old, new = (one.get("PYTHONPATH", "").split(os.pathsep) for one in (os.environ, request["env"]))
-    sys.path[:] = [*filter(None, new), *(path for path in sys.path if path not in old)]
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv[1:] = request["argv"][1:]
