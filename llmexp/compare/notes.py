@@ -121,7 +121,8 @@ def _beside(f: Result) -> Iterator[Note]:
     wanted = {seed for s in several for seed in s.seeds if seed in named}
     # in the order of their numbers
     missing = {s.label: sorted(wanted - {*s.seeds}, key=lambda s: (len(s), s)) for s in several}
-    lacking = [f"{label} lacks {listed(seeds)}" for label, seeds in missing.items() if seeds]
+    short = {label: seeds for label, seeds in missing.items() if seeds}
+    lacking = [f"{k} lacks seed{'s' * (len(s) > 1)} {listed(s)}" for k, s in short.items()]
     if len(several) > 1 and sum(len(s.seeds) for s in several) == len({*wanted}):
         yield "Seeds are not shared", "settings are judged as independent runs"
     else:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Ladder:
     points: list[LawPoint]
     out: dict[str, list[str]] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    loss: str = "val loss"  # its name
     origin: Path = Path()  # where its runs lie
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -172,7 +173,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
             out[point].append(run.name)
             continue
         name = short_label({k: line.get(k) for k in words}) or where.stem
-        new = Ladder(name, [], {} if found else out, origin=where)
+        new = Ladder(name, [], {} if found else out, origin=where, loss=figure)
         found.setdefault(name, new).points.append(point)
     if not found:
         text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
@@ -183,11 +184,25 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
         notes.append(
             ("Figure", f"{figure}, not {listed(more)}; chosen by its name, as no --figure is given")
         )
-    if is_table(given) and (count := sum(len(run.rows) for run in runs)) > len(runs):
-        text = f"{plural(count, 'line')} of {plural(len(runs), 'run')}, each a point at its last"
-        notes.append(("Lines", f"{text}; without the column of names each line is a run"))
+    if is_table(given):
+        notes += _folded(runs, columns.get("N"), where)
     next(iter(found.values())).notes += notes
     return list(found.values())
+
+
+def _folded(runs: Sequence[OtherRun], size: str | None, where: Path) -> Iterator[Note]:
+    """Say which lines of a table were taken as looks at one run.
+
+    Raises ConfigError where they are of several sizes."""
+    count = sum(len(run.rows) for run in runs)
+    way = "to have each line be a run, leave out the column of names"
+    for run in runs:
+        if len({row.get(size) for row in run.rows} - {None}) > 1:
+            text = f"has several values of {size}, and a run has one; {way}"
+            raise ConfigError("bad_data", f"{where}: {run.name}: {text}")
+    if count > len(runs):
+        lines = f"{plural(count, 'line')} of {plural(len(runs), 'run')}"
+        yield "Lines", f"{lines}, each a point at its last; {way}"
 
 
 def _point_of(run: OtherRun, line: Row, columns: Mapping[str, str], where: Path) -> LawPoint | str:

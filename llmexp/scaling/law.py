@@ -128,7 +128,7 @@ class Law:
         self.losses = np.array([p.loss for p in points])
         if why := self.lacking(x):
             text = f"{ladder.name}: has {why}; {need}"
-            raise ConfigError("cannot_fit", ". ".join([text, *said(ladder.notes)]))
+            raise ConfigError("cannot_fit", ". ".join([text, *said(ladder.notes)]).rstrip("."))
         if np.ptp(self.losses) == 0:
             raise ConfigError(
                 "cannot_fit",

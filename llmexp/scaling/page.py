@@ -34,7 +34,6 @@ from llmexp.scaling.words import big, bracketed, flops_text, table_of
 CURVE = 60  # places of a curve
 FRONT = 25  # places of a frontier, each with an interval
 HOVER = "<b>%{text}</b><br>%{xaxis.title.text} %{x:.3s}<br>%{yaxis.title.text} %{y:.5~g}"
-LOSS = {"title_text": "val loss"}
 
 
 def page(a: Fits) -> str:
@@ -89,7 +88,13 @@ def _losses(axis: str, laws: Sequence[Law]) -> Plot:
     )
     x = [v for law in laws for v in (*law.x, law.target or law.x[0])]
     title = f"loss over {text(axis)}"
-    return _plot(f"law-{axis}", title, traces, caption, _log(x, axis), LOSS | {"type": "log"})
+    return _plot(
+        f"law-{axis}", title, traces, caption, _log(x, axis), _loss(laws[0]) | {"type": "log"}
+    )
+
+
+def _loss(law: Law) -> dict[str, str]:
+    return {"title_text": law.ladder.loss}
 
 
 def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
@@ -115,7 +120,9 @@ def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         "Dots: runs, a colour for each budget. Lines: the law; a star is its best size, with the "
         "95 % interval. Dotted: the parabola of the budget."
     )
-    return _plot("isoflop", "loss over size", traces, caption, _log(s.sizes, "parameters"), LOSS, s)
+    return _plot(
+        "isoflop", "loss over size", traces, caption, _log(s.sizes, "parameters"), _loss(s), s
+    )
 
 
 def _contours(s: Surface) -> Plot:

@@ -56,17 +56,18 @@ def _law(law: Law, a: Fits) -> str:
     place = f"At {big(law.target or 0)} {law.axis}"
     if isinstance(law, Power):
         n = law.numbers
-        text = f"val loss = {bracketed(n['E'])} + {factor(n['A'])} x {law.axis}^-"
+        text = f"{law.ladder.loss} = {bracketed(n['E'])} + {factor(n['A'])} x {law.axis}^-"
         text += f"{bracketed(n['p'])}."
         if law.target is None:
             return text
         place = f"At {flops_text(law.target)} FLOPs" if law.axis == "flops" else place
-        return f"{place}: val loss {bracketed(law.predicted.law)}; {text}"
+        return f"{place}: {law.ladder.loss} {bracketed(law.predicted.law)}; {text}"
     assert isinstance(law, Surface)
     asked = ""
     if law.place and law.there:
         size, tokens = map(big, law.place)
-        asked = f"At {size} parameters and {tokens} tokens: val loss {bracketed(law.there)}. "
+        asked = f"At {size} parameters and {tokens} tokens: {law.ladder.loss} "
+        asked += f"{bracketed(law.there)}. "
     if law.edge:
         return (
             f"{asked}No best size: at {flops_text(law.ends[1][0])} FLOPs it lies, or may lie, "
@@ -81,7 +82,7 @@ def _law(law: Law, a: Fits) -> str:
         by += f"C^{bracketed(found.exponent)}. Biased: {_bias(found)}"
         return f"{asked}{place}, {by}; the surface, as in the table, has {size} and {exponent}."
     tokens, loss = big(best.tokens.value), bracketed(best.loss)
-    return f"{asked}{place}: {size}, {tokens} tokens, val loss {loss}. N* ~ {exponent}."
+    return f"{asked}{place}: {size}, {tokens} tokens, {law.ladder.loss} {loss}. N* ~ {exponent}."
 
 
 def _notes(law: Law) -> Iterator[Note]:
@@ -248,7 +249,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "parameters": ("best N", sized),
     "tokens": ("tokens", sized),
     "ratio": ("tokens/N", "{:.3g}".format),
-    "loss": ("val loss", lambda e: loss_text(e) if isinstance(e, float) else bracketed(e)),
+    "loss": ("", lambda e: loss_text(e) if isinstance(e, float) else bracketed(e)),
     "law": ("by the law", bracketed),
     "lowest_loss": ("lowest run", loss_text),
     "lowest_parameters": ("its N", big),
@@ -278,14 +279,16 @@ def table_of(law: Law) -> list[Shown]:
     """
     step = -(-len(law.places) // _MOST)
     places = [*law.places[::-step][::-1], *([law.predicted] if law.target is not None else [])]
-    found = []
+    found, titles = [], {"x": law.axis, "loss": law.ladder.loss}
     for key, (title, shown) in _COLUMNS.items():
         if hasattr(places[0], key):
             values = [getattr(place, key) for place in places]
             missing = "edge" if law.edge and key == "parameters" else ""
             shown = flops_text if key == "x" and law.axis == "flops" else shown
             cells = [missing if v is None or v == 0 else shown(v) for v in values]
-            found.append(Shown(title or law.axis, cells, [getattr(v, "value", v) for v in values]))
+            found.append(
+                Shown(title or titles[key], cells, [getattr(v, "value", v) for v in values])
+            )
     return found
 
 

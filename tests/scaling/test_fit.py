@@ -248,7 +248,7 @@ def test_a_size_and_tokens_have_a_loss_whatever_the_best_size(tmp_path):
     (one,) = found.data["ladders"]
     assert one["place"]["loss"]["value"] == pytest.approx(law.loss(1e9, 2e10), rel=1e-4)
     assert (one["place"]["parameters"], one["place"]["tokens"]) == (1e9, 2e10)
-    assert found.headline.startswith("At 1 B parameters and 20 B tokens: val loss 2.")
+    assert found.headline.startswith("At 1 B parameters and 20 B tokens: loss 2.")
     for wrong in ("N=1e9", "N=1e9,D=x", "N=1e9,C=1e20"):
         with pytest.raises(ConfigError, match="predict="):
             llmexp.fit(path, predict=wrong)
@@ -270,7 +270,7 @@ def test_at_the_edge_the_loss_of_the_ratio_next_to_the_best_is_known(tmp_path):
         assert 6 * at["parameters"] * at["tokens"] == pytest.approx(c, rel=1e-9)
         truth = law.loss(at["parameters"], at["tokens"])
         assert at["loss"]["value"] == pytest.approx(truth, rel=1e-3)
-    assert " tokens: val loss" in llmexp.fit(path).headline.partition("No best size")[0]
+    assert " tokens: loss" in llmexp.fit(path).headline.partition("No best size")[0]
 
 
 def test_sizes_of_one_ratio_have_a_power_law_over_flops(tmp_path):
@@ -288,10 +288,15 @@ def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_
     points = [(n, r * n) for n in (1e7, 3e7, 1e8, 3e8) for r in (5, 20, 80)]
     rows = [
         {"run": f"{opt}{n}-{d}", "opt": opt, "n_params": n, "step": step, "tokens": d * step / 2,
-         "val_loss": law.loss(n, d) + off + 2 - step, "train_loss": 9.0, "state": "done"}
+         "val_loss": law.loss(n, d) + off + 2 - step, "train_loss": 3 + law.loss(n, d),
+         "state": "done"}
         for opt, off in (("adam", 0.0), ("muon", -0.05)) for n, d in points for step in (1, 2)
     ]  # fmt: skip
     rows[-1]["state"] = "crashed"
+    of_adam = pandas.DataFrame([row for row in rows if row["opt"] == "adam"])
+    named = llmexp.fit(of_adam, figure="train_loss", predict="N=1e9,D=2e10").headline
+    assert ": train_loss " in named
+    assert "val" not in named
     adam, muon = llmexp.fit(pandas.DataFrame(rows)).found.laws
     assert [law.ladder.name for law in (adam, muon)] == ["opt=adam", "opt=muon"]
     assert (len(adam.losses), len(muon.losses)) == (12, 11)
@@ -300,9 +305,16 @@ def test_runs_of_others_are_ladders_by_their_words_and_at_their_last_losses(tmp_
     assert adam.numbers["beta"].value == pytest.approx(law.beta, rel=1e-3)
     assert adam.ladder.notes == [
         ("Figure", "val_loss, not train_loss; chosen by its name, as no --figure is given"),
-        ("Lines", "48 lines of 24 runs, each a point at its last; without the column of names each "
-         "line is a run"),
+        ("Lines", "48 lines of 24 runs, each a point at its last; to have each line be a run, "
+         "leave out the column of names"),
     ]  # fmt: skip
+
+
+def test_a_run_of_a_table_has_one_size(tmp_path):
+    lines = [f"r{max(0, i - 2)},{1e6 * 2**i},{1e8 * 2**i},{3 - i / 10}" for i in range(12)]
+    (tmp_path / "t.csv").write_text("\n".join(["name,N,tokens,loss", *lines]))
+    with pytest.raises(ConfigError, match="r0: has several values of N, and a run has one"):
+        llmexp.fit(tmp_path / "t.csv")
 
 
 def test_rows_of_flops_show_flops(tmp_path):
