@@ -216,6 +216,7 @@ BY_HAND = {
     "docs/corpus.md": ("experiment=mix tracker=none", "compare mixed"),
     "docs/evaluation.md": ("--lm-eval facts",),  # needs lm-eval; tests/tasks/test_tasks.py
     "docs/moe.md": ("experiment=moe_balance",),  # nine runs; tests/features/moe/test_load.py
+    "docs/compare.md": ("compare log.csv",),  # tests/compare/test_tables.py
     "docs/gallery.md": ("llmexp compare",),  # tests/compare/test_tables.py
     "docs/diagnostics.md": ("llmexp replay",),  # a spike of a run; tests/verify/test_replay.py
     "docs/scaling-laws.md": ("llmexp fit outputs/",),  # minutes; tests/train/test_ladder.py

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import sys
 import time
 import weakref
@@ -306,6 +307,14 @@ def test_published_runs_have_the_verdicts_of_the_gallery(name):
     answer = llmexp.compare(ROOT / "docs/gallery" / f"{name}.csv", **how)
     assert {run[how["by"]]: run["mark"] for run in answer.data["runs"]} == marks
     assert answer.headline.split(",")[0] in " ".join((ROOT / "docs/gallery.md").read_text().split())
+
+
+def test_the_log_of_the_docs_has_its_answer(capfd):
+    text = (ROOT / "docs/compare.md").read_text()
+    log, answer = re.search(r"\$ cat log.csv\n(.*?)\$ (llmexp compare .*?)```", text, re.S).groups()
+    Path("log.csv").write_text(log)
+    command, _, shown = answer.partition("\n")
+    assert run_here(capfd, *command.split()[1:]).out.startswith(shown)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[odd["case"] for odd in ODD])
