@@ -56,7 +56,7 @@ class Load(Feature):
     ) -> None:
         """Keep what a micro-batch brings; a forward pass that runs again brings the same."""
         counted_b1 = (self._targets_b > 0)[:, None]
-        entropy_b = torch.special.entr(share_bte).sum(-1).mean(1)
+        entropy_b = -torch.xlogy(share_bte, share_bte).sum(-1).mean(1)
         of_b = torch.stack((entropy_b, balance_b, z_b, torch.ones_like(z_b))).double()
         load_e = (load_be * counted_b1).sum(0).double()
         one.last.copy_(torch.cat((load_e, of_b @ self._targets_b)))
