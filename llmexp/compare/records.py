@@ -203,6 +203,8 @@ class Setting:
         if len(self.runs) == 1 or (self.label == self.name and len(runs) == len(self.runs)):
             return self.label
         seeds = f"seed={','.join(r.seed for r in runs)}"
+        if not any(r.named_seed for r in runs):
+            seeds = f"run={','.join(r.name for r in runs)}"
         # the name of a fold that nothing sets apart is its seeds
         return seeds if self.label == f"{len(self.runs)} seeds" else f"{self.label} {seeds}"
 

@@ -309,6 +309,15 @@ def test_published_runs_have_the_verdicts_of_the_gallery(name):
     assert answer.headline.split(",")[0] in " ".join((ROOT / "docs/gallery.md").read_text().split())
 
 
+def test_a_run_without_a_seed_is_called_by_its_name(capfd):
+    runs = enumerate([(0.1, 2), (0.1, 2), (0.1, 1), (0.2, 2), (0.2, 2)])
+    rows = [(i, lr, step) for i, (lr, steps) in runs for step in range(1, steps + 1)]
+    lines = [f"r{i},{lr},{step},{3 - lr * step}" for i, lr, step in rows]
+    Path("log.csv").write_text("\n".join(["run,lr,step,val_loss", *lines]))
+    said = run_here(capfd, "compare", "log.csv", "--by", "lr").out
+    assert "too short (lr=0.1 run=r2)" in " ".join(said.split())
+
+
 def test_the_log_of_the_docs_has_its_answer(capfd):
     text = (ROOT / "docs/compare.md").read_text()
     log, answer = re.search(r"\$ cat log.csv\n(.*?)\$ (llmexp compare .*?)```", text, re.S).groups()
