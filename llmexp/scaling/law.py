@@ -128,7 +128,8 @@ class Law:
         self.losses = np.array([p.loss for p in points])
         if why := self.lacking(x):
             text = f"{ladder.name}: has {why}; {need}"
-            raise ConfigError("cannot_fit", ". ".join([text, *said(ladder.notes)]).rstrip("."))
+            notes = " ".join(said(ladder.notes))
+            raise ConfigError("cannot_fit", f"{text}. {notes}" if notes else text)
         if np.ptp(self.losses) == 0:
             raise ConfigError(
                 "cannot_fit",

@@ -315,6 +315,10 @@ def test_a_run_of_a_table_has_one_size(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(["name,N,tokens,loss", *lines]))
     with pytest.raises(ConfigError, match="r0: has several values of N, and a run has one"):
         llmexp.fit(tmp_path / "t.csv")
+    lines = [f"r{i // 2},1e6,{1e8 * 2**i},{3 - i / 10},{3 - i / 9}" for i in range(6)]
+    (tmp_path / "t.csv").write_text("\n".join(["name,N,tokens,loss,train_loss", *lines]))
+    with pytest.raises(ConfigError, match=r"is given\. Lines: 6 lines of 3 runs, .* names\.$"):
+        llmexp.fit(tmp_path / "t.csv")
 
 
 def test_rows_of_flops_show_flops(tmp_path):
