@@ -39,7 +39,7 @@ def others(one: Any, asked: Asked) -> list[OtherRun]:
     """Return the runs that a path means and llmexp did not train; of wandb without rows."""
     if str(one).startswith(ONLINE):
         return project_runs(str(one), asked.filter)
-    paths = [one] if hasattr(one, "columns") else paths_of(one) or [one]
+    paths = [one] if hasattr(type(one), "columns") else paths_of(one) or [one]
     if all(map(is_table, paths)):
         return [run for path in paths for run in runs_of(path, asked)]
     if files := [file for path in paths for file in offline_files(path)]:

@@ -44,7 +44,7 @@ def is_table(given: Any) -> bool:
     """Tell whether a path is that of a table, or a value is a data frame."""
     if isinstance(given, Path):  # files of a run stand for it
         return given.suffix.lower() in _FILES and given.name not in FILES and not given.is_dir()
-    return hasattr(given, "columns")
+    return hasattr(type(given), "columns")
 
 
 def runs_of(given: Any, asked: Asked) -> list[OtherRun]:

@@ -163,7 +163,7 @@ def words_of(
         if parameter.kind is not parameter.KEYWORD_ONLY:
             nested = [one if isinstance(one, (list, tuple)) else [one] for one in several]
             flat = (one for part in nested for one in part)
-            found = [Held(one) if hasattr(one, "columns") else os.fspath(one) for one in flat]
+            found = [Held(one) if hasattr(type(one), "columns") else os.fspath(one) for one in flat]
             if parameter.kind is parameter.VAR_POSITIONAL and several and not found:
                 raise ConfigError("missing_value", f"{name}: the list is empty; give one at least")
             words += found

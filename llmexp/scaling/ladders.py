@@ -241,7 +241,7 @@ def ladders(
     places: dict[Path, Path] = {}
     problems: list[str] = []
     for given in paths:
-        names = [] if hasattr(given, "columns") else paths_of(given)
+        names = [] if hasattr(type(given), "columns") else paths_of(given)
         for path in names if any(map(is_table, names)) else [given]:
             key = path.resolve() if isinstance(path, Path) else id(path)
             if key in seen:  # paths may name one twice
