@@ -97,7 +97,7 @@ def config_of(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 HERE = settings(
-    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 

@@ -133,10 +133,7 @@ def wanted(trained: Any, stream: Path) -> Any:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize(
-    "cut",
-    [pytest.param(cut, marks=[pytest.mark.slow] * (cut in ("hsdp 2x2", "fsdp 2"))) for cut in CUTS],
-)
+@pytest.mark.parametrize("cut", CUTS)
 def test_any_cut_is_the_loop(trained: Any, wanted: Any, balance: str, cut: str) -> None:
     """The last window is short, so micro-batches are filled up and a rank has no row of its own."""
     result, want = trained(balance, cut), wanted(balance)
