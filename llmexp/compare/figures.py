@@ -346,7 +346,8 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     """Return where a run first reaches the target, between two evaluations by a straight line.
 
     `target/reached` is 1 or 0, absent for a run that was never evaluated. `target/after` and
-    `target/by` are the positions of the two evaluations: start and first one, where that is there.
+    `target/by` are the positions of the two evaluations. One that is there at its first has no
+    `target/after`, and where it first was is not known.
     """
     own, before = record.columns, record.before
     steps, values = course(record, target.key)
@@ -370,10 +371,10 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
             where = positions(record, axis)[steps.astype(int) - 1]
         else:
             where = np.interp(steps, np.append(0.0, rows), np.append(0.0, known))
-        low, high = float(where[after]) if after >= 0 else 0.0, float(where[by])
-        found[f"target/{axis}"] = low + share * (high - low) if after >= 0 else high
+        low, high = float(where[max(after, 0)]), float(where[by])
+        found[f"target/{axis}"] = low + share * (high - low)
         if axis == align:
-            found |= {"target/after": low, "target/by": high}
+            found |= {"target/by": high} | ({"target/after": low} if after >= 0 else {})
     return found
 
 

@@ -107,6 +107,8 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         known = [r.figures[key] for r in usable if key in r.figures]
         if key in ("steps", "tokens_seen") and first.foreign and len({*known}) > 1:
             continue  # no run has the mean of lengths
+        if key == "target/after" and len(known) < len(usable):
+            continue  # some were there by their first evaluation
         if known:
             figures[key], interval = mean_interval(known)
             # of two it would be six times as wide as they lie apart

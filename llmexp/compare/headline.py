@@ -163,6 +163,8 @@ def _missing(f: Result, near: Setting | None) -> str:
         before = f"; {f.looks[-1].why or 'the sweep has not come to its end'}"
         if not f.looks[-1].is_last:
             return before
+    if near.early:
+        return f"{before}; only evaluations before the first would decide"
     if near.capped:
         return f"{before}; longer runs would decide"
     if not f.target and unmoved(f.ranked):

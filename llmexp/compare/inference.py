@@ -68,6 +68,11 @@ class Difference:
         return bool(abs(self.mean) > max(self.half, 1e-12))
 
     @property
+    def bound(self) -> float:
+        """Return the largest size that the interval holds."""
+        return abs(self.mean) + self.half
+
+    @property
     def basis(self) -> str:
         """Return what it rests on, in words, such as: 3 seeds."""
         most = "" if self.seeds == self.most else f" to {self.most}"

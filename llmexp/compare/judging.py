@@ -94,6 +94,7 @@ def _read_off(s: Setting, f: Result, cap: float) -> None:
     having = [r for r in runs if key in r.figures or (f.target and r.figures.get(REACHED) == 0.0)]
     s.seeds = {r.seed: min(r.figures.get(key, cap), cap) for r in having}
     s.capped = any(r.figures.get(key, math.inf) > cap for r in having)
+    s.early = any(r.figures.keys() & {"target/by", "target/after"} == {"target/by"} for r in having)
     # The best and the last loss are read at the run's own end.
     at = None if key in ("final val/loss", "best val/loss") else f.align_at
     places = [p for r in having or runs if (p := read_place(r, f.align, at, key))]
@@ -171,9 +172,10 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
             resolution = RESOLUTION * max(abs(lead.mean), abs(other.mean))
             other.size = d.mean if abs(d.mean) > resolution else 0.0
             other.verdict = _verdict(d, worse and not still, f.min_effect, resolution)
-        if other.capped:  # not known by how much
+        early = other.early and other.identity != lead.identity
+        if other.capped or early:  # not known by how much
             other.size = other.difference = None
-            if other.verdict == Verdict.SAME:
+            if other.verdict in (Verdict.SAME, *[Verdict.WORSE] * early):
                 other.verdict = Verdict.UNDECIDED
     return lead, standing
 
@@ -215,17 +217,19 @@ def _equal(a: Setting, b: Setting) -> bool:
     runs = [*a.taking_part, *b.taking_part]
     if any(r.foreign for r in runs):
         digits = max(len(_decimal(y).as_tuple().digits) for y in a.seeds.values())
-        return len(a.seeds) > 1 and digits >= EVIDENCE
-    return len(a.seeds) > 1 or same_steps(runs)
+        return len(a.seeds) > 1 and digits >= EVIDENCE and not a.early
+    return (len(a.seeds) > 1 and not a.early) or same_steps(runs)
 
 
 def _verdict(d: Difference, worse: bool, min_effect: float, resolution: float) -> Verdict:
-    """Return the verdict on a difference; one within `resolution` is none."""
+    """Return the verdict on a difference; one within `resolution` is none.
+
+    A difference is small only where its whole interval is, however small its estimate.
+    """
+    small = d.bound < max(min_effect, resolution, 1e-12)
     if worse and d.real and abs(d.mean) > resolution:
-        return Verdict.WORSE if abs(d.mean) >= min_effect else Verdict.NEGLIGIBLE
-    if abs(d.mean) + d.half < max(min_effect, resolution, 1e-12):
-        return Verdict.SAME
-    return Verdict.UNDECIDED
+        return Verdict.NEGLIGIBLE if small else Verdict.WORSE
+    return Verdict.SAME if small else Verdict.UNDECIDED
 
 
 def _mark(s: Setting, f: Result) -> str:
@@ -253,6 +257,8 @@ def needed(other: Setting, f: Result) -> int | None:
     spread no wider than rounding does. A sweep that had all of its looks is judged at the level
     that it has left at twice the seeds.
     """
+    if other.early:
+        return None
     d, size = other.difference, max(abs(other.size or 0.0), f.min_effect)
     if other.verdict == Verdict.FEW_SEEDS:
         count = len(f.ranked)

@@ -208,10 +208,16 @@ def _of_target(f: Result) -> str:
     if f.target is None or not f.ranked or not f.reached:
         return ""
     runs, parts = f.taking_part, list[str]()
-    pairs = [(r.figures["target/after"], by) for r in runs if (by := r.figures.get("target/by"))]
-    if pairs:
-        apart = f.digits(max(by - after for after, by in pairs))
-        what = "steps" if f.target.key == "train/loss" else "evaluations"
+    what = "steps" if f.target.key == "train/loss" else "evaluations"
+    there = {r: r.figures["target/by"] for r in runs if "target/by" in r.figures}
+    early = [f.label_of(r) for r in there if "target/after" not in r.figures]
+    if early:
+        parts.append(
+            f"{len(early)} of {plural(len(runs), 'run')} had reached it by the first of the {what}"
+            f" ({listed(early)}), so the place is an upper bound"
+        )
+    if len(early) < len(there):
+        apart = f.digits(max(by - r.figures.get("target/after", by) for r, by in there.items()))
         parts.append(f"interpolated linearly between {what} up to {apart} {UNITS[f.align]} apart")
     if never := [f.label_of(r) for r in runs if r.figures.get(REACHED) == 0.0]:
         cap = f"{f.digits(cap_of(f))} {UNITS[f.align]}"
@@ -260,7 +266,7 @@ def _of_knobs(f: Result) -> Iterator[Note]:
 
 
 def _matters(e: Effect, f: Result) -> bool:
-    return e.difference.real and abs(e.difference.mean) >= f.min_effect
+    return e.difference.real and e.difference.bound >= f.min_effect
 
 
 def _effect(f: Result, e: Effect) -> Note:

@@ -157,6 +157,7 @@ class Setting:
     # As judged, where it takes part.
     seeds: Mapping[str, float] = field(default_factory=dict)  # the metric by seed
     capped: bool = False  # some of `seeds` are the cap of a target, and not where a run reached it
+    early: bool = False  # some had reached the target by their first evaluation, nobody knows where
     place: Place | None = None  # where it stands when its loss is read
     # How it stands to the leading one of its budget; None for the leading one of all.
     verdict: Verdict | None = None

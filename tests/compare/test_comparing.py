@@ -155,6 +155,7 @@ PAIRED = [
     (0.05, 0.0010, "worse", "worse"),
     (0.0012, 0.0001, "same", "worse"),
     (0.0, 0.0001, "same", "undecided"),
+    (0.0019, 0.0009, "worse", "worse"),  # below what matters, but its interval is not
     # (t(0.975, n-1) + t(0.8, n-1)) 0.004 / sqrt(n) <= 0.003 from n = 16 on: (2.131 + 0.866) 0.001
     (0.003, 0.0040, "undecided", "undecided"),
 ]

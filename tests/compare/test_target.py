@@ -150,8 +150,26 @@ def test_settings_that_get_there_at_the_same_place_are_not_said_to_be_first(tmp_
         for seed, at in enumerate(of, 1):
             run = make_run(tmp_path / f"{i}-{seed}", seed=seed, own=i, optimizer__lr=float(i))
             rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in read_rows(run)]
-            write_rows(run, [row for row in rows if row["step"] % 20 == 0])
+            write_rows(run, [row for row in rows if row["step"] % 10 == 0])
     words("compare/together", llmexp.compare(tmp_path, target="val/loss=1").headline, name)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_settings_that_are_there_at_the_first_evaluation_are_undecided(tmp_path, words, seeds):
+    """Where they first were, nobody knows; of one that is evaluated earlier it is known."""
+    for own in (1, 2, 3):
+        for seed in range(seeds):
+            run = make_run(tmp_path / f"{own}-{seed}", seed=seed, own=own, optimizer__lr=float(own))
+            at = 48 if own == 3 else 8
+            rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in read_rows(run)]
+            write_rows(run, [row for row in rows if row["step"] % 20 == 0])
+    answer = llmexp.compare(tmp_path, target="val/loss=1")
+    told = "\n".join(answer.data["sentences"])
+    words("compare/first_evaluation", told, f"{seeds} seeds")
+    _, second, third = answer.data["runs"]
+    assert (second["mark"], second["target/steps"], second["half"]) == ("undecided", 20, None)
+    assert (second["target/after"], second["target/by"]) == (None, 20 * TOKENS)
+    assert third["mark"] == ("worse" if seeds > 1 else "undecided")
 
 
 def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
