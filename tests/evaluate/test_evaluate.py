@@ -77,25 +77,6 @@ def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
     assert alone == shared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
-def test_ranks_that_share_a_model_score_tasks_as_one(there, capsys, kind):
-    """Batches are as with one rank, whichever rank computes them: sharded weights give the same
-    bits, split products sums in another order, in fp64."""
-    with open("short.jsonl", "w") as file:
-        for i in range(7):
-            choices = ["cde", "xyz"[: 1 + i % 3]]
-            item = {"id": str(i), "context": "ab" * (i % 3 + 1), "choices": choices}
-            file.write(json.dumps(item | {"answer": i % 2}) + "\n")
-    words = ["run", "--tasks", "short", "--tasks-folder", ".", "--by", "item"]
-    alone = evaluated(capsys, *words)
-    shared = by_ranks(there, kind, *words)
-    if kind == "fsdp":
-        assert shared == alone
-    for one, other in zip(alone["tasks"][0]["scores"], shared["tasks"][0]["scores"], strict=True):
-        assert other["loglikelihoods"] == pytest.approx(one["loglikelihoods"], rel=1e-11)
-
-
 def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
     words = ["run", "--prompt", "ab", "--tokens", "12", "--temperature", "0"]
     assert command(["sample", *words]) == 0

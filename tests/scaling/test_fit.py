@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import math
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +17,10 @@ import yaml
 import llmexp
 from llmexp.__main__ import run as command
 from llmexp.config.values import ConfigError
-from llmexp.folders.ledger import read_ledger
 from tests.compare.synthetic import parent_in, read_rows, write_rows
-from tests.conftest import HANG_S, TINY, start
-from tests.conftest import llmexp as llmexp_command
 from tests.scaling.folders import BLOCKS, BUDGETS, SMALL, isoflop, run
 from tests.scaling.planted import LAWS, Law, csv_of, ladder
-from tests.tools import alive, amend, printed, wait_for
+from tests.tools import amend, printed
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -346,34 +340,3 @@ def test_refusals_name_the_arguments_of_python(tmp_path):
     path.write_text("N,D,loss\n1e6,1e7,3\n2e6,1e7,3\n1e6,2e7,2.9\n")
     with pytest.raises(ConfigError, match=r"; for example form='power' by='tokens'$"):
         llmexp.fit(path, form="surface")
-
-
-@pytest.mark.slow
-def test_a_ladder_that_is_killed_and_resumed_has_the_answer_of_an_unbroken_one(tmp_path):
-    """SIGKILL takes the sweep and its worker in the middle of the fifth of nine runs."""
-    made = [
-        *TINY, "data=synthetic", "data.n_tokens=20000", "train.device=cpu", "precision=fp32",
-        "schedule=linear", "checkpoint.every=20", "train.log_every=20", "train.eval_every=null",
-        "model.d_model=8,16,32", "train.max_flops=5e8,1.5e9,4.5e9",
-    ]  # fmt: skip
-    answers = []
-    for name in ("whole", "cut"):
-        folder = tmp_path / name / "ladder"
-        process = start("train", "-m", *made, f"hydra.sweep.dir={folder}", cwd=tmp_path)
-        if name == "cut":
-            wait_for(lambda f=folder: list(f.glob("4-*/checkpoints/step_*/manifest.json")), process)
-            process.kill()
-            workers = alive(next(folder.glob("4-*")))
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL)
-            process.communicate(timeout=HANG_S)
-            assert workers
-            assert [p.state for p in read_ledger(folder).points].count("finished") == 4
-            process = start("resume", str(folder), cwd=tmp_path)
-        _, errors = process.communicate(timeout=HANG_S)
-        assert process.returncode == 0, errors
-        found = llmexp_command("fit", str(folder), "--predict", "1e10", "--json", cwd=tmp_path)
-        assert found.code == 0, found.err
-        answers.append(found.out)
-    assert json.loads(answers[0])["ladders"][0]["runs"] == 9
-    assert answers[1] == answers[0]

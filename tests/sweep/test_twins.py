@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from llmexp.folders import ledger
 from llmexp.optim.twin import perturb
 from llmexp.sweep.grid import leading
 from tests.compare.synthetic import make_sweep, parent_in
-from tests.conftest import HANG_S, TINY, llmexp, start, train
-from tests.tools import wait_for, weights
+from tests.conftest import TINY, llmexp, train
+from tests.tools import weights
 
 SETTINGS = [
     "data=synthetic", "data.n_tokens=5000", "batch.micro_batch_size=4",
@@ -113,24 +112,3 @@ def test_the_setting_leads_that_the_answer_names_also_where_each_seed_has_a_trun
             )  # fmt: skip
     path = make_sweep(tmp_path / "s", points, ["optimizer.lr", "fork.run"])
     assert leading(ledger.read_ledger(path)).label == "01"
-
-
-@pytest.mark.slow
-def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
-    """Halving: the twins are those of the winner; they do not race."""
-    halving = ["optimizer.lr=1e-5,1e-2", "sweep.halving=0.5", "sweep.twins=2", "train.log_every=1"]
-    hook = ["--allow", "own", "hooks=[own.points.wait_in_twin]", "hydra.sweep.dir=s"]
-    process = start("train", "-m", *POINTS, *halving, *hook, cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "there").exists(), process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 75, out + err
-    assert "preempted" not in out.partition("stopping")[0]
-    assert "0 lr=1e-05  waits at step 2, val loss" in out
-    assert ledger_of(tmp_path / "s")["lr_0.01+twin_2"][0] == "preempted"
-    (tmp_path / "go").touch()
-    done = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
-    assert done.code == 0, done.err + done.out
-    found = ledger_of(tmp_path / "s")
-    assert list(found) == ["lr_1e-05", "lr_0.01", "lr_0.01+twin_1", "lr_0.01+twin_2"]
-    assert [state for state, _ in found.values()] == ["preempted", *["finished"] * 3]

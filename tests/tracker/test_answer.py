@@ -155,29 +155,6 @@ def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
         check_workspace(server, done.out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ("sweep.decide=true", "sweep.first_seeds=2", "sweep.max_seeds=2"),
-        ("sweep.search.trials=3", "sweep.search.rerun_top=1", "sweep.search.seeds=2"),
-        ("--screen", "optimizer.beta2=0.9,0.95", "schedule.warmup_steps=0,1"),
-    ],
-    ids=["decision", "search", "screen"],
-)
-def test_every_kind_of_sweep_has_an_answer(tmp_path: Path, kind: tuple[str, ...]) -> None:
-    arguments = [*QUICK, *kind]
-    if "search" in kind[0]:
-        arguments = [a.replace("lr=1e-5,1e-2", "lr=interval(1e-5,1e-2)") for a in arguments]
-    if "--screen" in kind:
-        arguments.remove("-m")
-    with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *arguments)
-        assert done.code == 0, done.err
-        assert len(re.findall(r"^wandb  http", done.out, re.M)) == 1
-        check_all_there(tmp_path, server)
-
-
 def make_sweep(path: Path) -> Path:
     """A sweep whose two runs are in wandb."""
     for number in range(2):
@@ -216,11 +193,6 @@ print("the sweep goes on")
         ("hangs", "", "not done after 2 s"),
         ("hangs", "", "stopped"),
         ("ok", "raise SystemExit(3)", "SystemExit: 3"),
-        # Both are as a server that hangs; tests/tracker/test_tracker.py has them for a run.
-        pytest.param("rate limited", "", "not done after 2 s", marks=pytest.mark.slow),
-        pytest.param(
-            "ok", "import time; time.sleep(60)", "not done after 2 s", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_a_bad_server_costs_the_answer_what_it_costs_a_run(

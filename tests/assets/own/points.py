@@ -6,7 +6,6 @@ A file in the working folder makes a fault happen once only.
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -60,14 +59,6 @@ def rest(event, context):
     if event == "step_start" and context.step == 4:
         once(f"rests {decay(context)}")
         wait(lambda: False)
-
-
-def wait_in_twin(event, context):
-    """Wait in the second twin for the file `go` or for a stop."""
-    twin = sys.argv[-1].endswith("twin_2")
-    if twin and event == "step_start" and context.step == 3:
-        once("there")
-        wait(lambda: os.path.exists("go"))
 
 
 def by_size(event, context):
