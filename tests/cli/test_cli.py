@@ -51,19 +51,6 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
         assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_of_every_command(capsys, command):
-    code: object
-    try:
-        code = run([*command.split(), "--help"])
-    except SystemExit as ended:
-        code = ended.code
-    out = capsys.readouterr().out
-    assert code == 0
-    assert f"llmexp {command}".strip() in out
-    assert len(out.splitlines()) > 5
-
-
 @pytest.mark.parametrize("command", [*COMMANDS, "verify data", "tasks.make"])
 def test_a_wrong_flag_is_refused_in_one_line(capsys, command):
     main = make.main if command == "tasks.make" else run

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from hydra._internal.hydra import Hydra
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.cli.running import function_of
 from llmexp.compose import app, command_line
@@ -32,7 +30,6 @@ from llmexp.config.values import ConfigError
 from llmexp.data.sources.tokens import tokens
 from llmexp.folders.rows import read_rows
 from tests.conftest import TINY
-from tests.tools import composed
 
 FIXED = [HealthCheck.function_scoped_fixture]
 FUZZ = settings(max_examples=200, derandomize=True, suppress_health_check=FIXED)
@@ -279,13 +276,6 @@ def test_states(saved, data):
 
 ROW = {"step": 1, "tokens_seen": 96, "epoch": 0.1, "train/loss": 3.5, "lr": 0.1, "grad_norm": 1.0,
        "val/loss": 3.4}  # fmt: skip
-STATUS = {"state": "finished", "exit_code": 0, "started": 1.0, "ended": 2.0,
-          "summary": {"final val/loss": 3.4}}  # fmt: skip
-POINT = {"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a", "attempts": 1,
-         "overrides": ["train.seed=1"], "rung": None, "refused": None}  # fmt: skip
-LEDGER = {"format": 1, "name": "x", "group": "g", "launcher": "local", "swept": ["train.seed"],
-          "arguments": ["-m", "train.seed=1,2"], "created": 1.0, "state": "finished",
-          "updated": 2.0, "points": [POINT]}  # fmt: skip
 LINES = b"".join(
     json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3)
 )
@@ -299,33 +289,3 @@ def test_rows(tmp_path, content):
     file.write_bytes(content)
     with contextlib.suppress(ConfigError):
         assert len(read_rows(file)) <= content.count(b"\n")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
-    """The files of a small sweep of one point, as they should be."""
-    path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
-    path.mkdir()
-    facts = {"micro_batch_size": 8, "real_batch_size": 8, "max_steps": 3, "parameters": 100,
-             "versions": {"torch": "2"}, "tokenizer": "bytes", "sequence_length": 12,
-             "device": "cpu"}  # fmt: skip
-    records = {"run.json": facts, "status.json": STATUS, "../sweep.json": LEDGER}
-    files = {name: json.dumps(tree).encode() for name, tree in records.items()}
-    config = yaml.safe_dump(plain(composed(*TINY))).encode()
-    return path, files | {"config.yaml": config, "metrics.jsonl": LINES}
-
-
-@given(data=st.data())
-@settings(FEWER, max_examples=60)
-def test_comparisons_of_damaged_runs(recorded, data, capsys):
-    path, files = recorded
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    name = data.draw(st.sampled_from(sorted(files)))
-    kind = changed if name.endswith("json") else damaged
-    (path / name).write_bytes(data.draw(kind(files[name])))
-    for command in (["compare", str(path.parent)], ["runs", str(path.parent)]):
-        assert run(command) in (0, 1, 2)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        assert "\x1b" not in out + err

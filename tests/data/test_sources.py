@@ -3,8 +3,6 @@ tests/refusals/data.yaml has what they refuse."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 import math
 import os
@@ -30,8 +28,6 @@ from llmexp.data.sources.tokens import tokens as token_source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.data.work import Source, with_kinds
-from tests.conftest import ROOT
-from tests.tools import option
 
 from .common import SHARED, all_ids, built, llm_c, megatron
 
@@ -360,20 +356,6 @@ def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         built(stdlib, **knobs)
-
-
-@pytest.mark.parametrize("group", ["data", "tokenizer"])
-def test_each_option_lists_every_knob_of_its_function(group):
-    for path in sorted((ROOT / "conf" / group).glob("*.yaml")):
-        knobs = option(f"{group}/{path.stem}")
-        module, _, name = knobs.pop("_target_").rpartition(".")
-        offered: set[str] = set()
-        if group == "data":
-            assert knobs.pop("shuffle") is True
-            assert knobs.pop("ignore_id") is None
-            offered = {"tokenizer", "vocab_size", "sequence_length", "ask_again"}
-        function = getattr(importlib.import_module(module), name)
-        assert set(inspect.signature(function).parameters) - offered == set(knobs), path
 
 
 def test_more_token_files_than_may_be_open_by_default(monkeypatch):

@@ -71,31 +71,6 @@ def test_a_packed_window_is_the_sum_of_its_documents(kind, kernel, lists):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_another_document_moves_no_logit(kind):
-    model = model_of(kind)
-    tokens = torch.tensor([[1, 2, 3, END, 4, 5, 6, END, 7, 8]])
-    other = tokens.clone()
-    other[0, :3] = torch.tensor([9, 8, 7])
-    logits, changed = model(tokens), model(other)
-    assert torch.equal(logits[:, 4:], changed[:, 4:])
-    assert not torch.allclose(logits[:, :3], changed[:, :3])
-    model.document_end = None
-    assert not torch.allclose(model(tokens)[:, 4:], model(other)[:, 4:])
-
-
-def test_positions_begin_anew_and_a_window_begins_a_document():
-    tokens = torch.tensor([[5, END, END, 1, 2, 3], [END, 1, 2, END, 4, 4]])
-    found = find_documents(tokens, END)
-    assert found.positions_bt.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 0, 1]]
-    assert found.spans is None  # so short are they
-    for b, ids in enumerate(tokens.tolist()):
-        for t in range(6):
-            for s in range(6):
-                same = s <= t and END not in ids[s:t]
-                assert bool(found.mask_b1ts[b, 0, t, s]) == same
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_spans_and_masks_compute_the_same(kind, monkeypatch):
     torch.manual_seed(0)
     tokens = torch.randint(0, END, (3, 40))

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import shutil
 import threading
 import types
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from llmexp.models.llama import Llama
 from llmexp.models.loss import SummedLoss, compiled_cross_entropy, plain_cross_entropy
 from llmexp.models.operands import Dtypes, VocabShard
 from tests.conftest import HANG_S
-from tests.tools import by_kernel, needs_cuda
+from tests.tools import by_kernel
 
 
 def leaves(n: int, d: int, v: int, std: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -331,37 +330,6 @@ def test_gradients_are_given_away_once() -> None:
         nll.backward()
 
 
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize(
-    ("dtype", "value_error", "gradient_error"),
-    # fp32 and one fp16 or bf16 rounding each of h, weight and the scaled softmax.
-    [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 2e-4, 2**-8), (torch.float16, 2e-4, 2**-11)],
-)
-def test_on_a_gpu_exact_and_the_same_twice(
-    dtype: torch.dtype, value_error: float, gradient_error: float
-) -> None:
-    torch.manual_seed(11)
-    h, weight = leaves(5000, 64, 8192, 0.02, torch.float32)
-    # repeated targets: sums into one row of the gradient
-    targets = torch.randint(0, 100, (1, 5000))
-    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
-    runs = []
-    for _ in range(2):
-        h_gpu, weight_gpu = (
-            h.detach().cuda().requires_grad_(),
-            weight.detach().cuda().requires_grad_(),
-        )
-        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            nll = chunked_cross_entropy_sum(h_gpu, weight_gpu, targets.cuda())
-        nll.backward()
-        runs.append((nll.detach().cpu(), h_gpu.grad.cpu(), weight_gpu.grad.cpu()))
-    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
-    assert runs[0][0].item() == pytest.approx(value, rel=value_error)
-    assert relative_error(runs[0][1][0], grad_h) < gradient_error
-    assert relative_error(runs[0][2], grad_weight) < gradient_error
-
-
 # A vocabulary that is split over ranks
 
 
@@ -608,46 +576,6 @@ def test_a_foreign_model_with_another_output_is_named() -> None:
         window_loss(tokens, tokens)
     with pytest.raises(ValueError, match=r"Sequential returned \(3, 32\)"):
         window_loss(tokens)
-
-
-def test_parameters_are_the_models_own_and_modes_reach_it() -> None:
-    model = tiny()
-    window_loss = SummedLoss(model)
-    assert [id(p) for p in window_loss.parameters()] == [id(p) for p in model.parameters()]
-    window_loss.eval()
-    assert not model.training
-
-
-def test_initial_loss_is_near_the_log_of_the_vocabulary() -> None:
-    torch.manual_seed(9)
-    model = GPT2(3000, 64, 2, 4, 64, 256)
-    tokens, targets = torch.randint(0, 3000, (2, 4, 64))
-    mean = SummedLoss(model)(tokens, targets).item() / targets.numel()
-    # Logits have deviation 0.02 x sqrt(64) = 0.16: half its square on top, and noise of 0.16 /
-    # sqrt(256).
-    assert mean == pytest.approx(math.log(3000) + 0.16**2 / 2, abs=4 * 0.16 / math.sqrt(256))
-
-
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
-)
-@pytest.mark.slow
-def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
-    torch.manual_seed(10)
-    model = GPT2(2048, 16, 1, 2, 16, 32)
-    tokens, targets = torch.randint(0, 2048, (2, 2, 16))
-    window_loss = SummedLoss(model)
-    eager = window_loss(tokens, targets)
-    eager_gradients = torch.autograd.grad(eager, list(model.parameters()))
-    names = list(model.state_dict())
-    window_loss.compile_trunk()
-    compiled = window_loss(tokens, targets)
-    compiled_gradients = torch.autograd.grad(compiled, list(model.parameters()))
-    assert list(model.state_dict()) == names
-    assert list(window_loss.state_dict()) == [f"model.{name}" for name in names]
-    # The same fp32 sums in another order: about 100 roundings of 2^-24.
-    torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
-    torch.testing.assert_close(compiled_gradients, eager_gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [lambda: GPT2(50, 16, 10, 2, 16, 32), tiny, Foreign])

@@ -27,7 +27,6 @@ from llmexp.compose.forking import with_steps
 from llmexp.config.sections import Config
 from llmexp.folders import rundir
 from llmexp.folders.find import find
-from llmexp.optim.schedule import cooldown
 from llmexp.run import Parent
 from llmexp.sweep.composer import Composer
 from llmexp.sweep.main import section_of
@@ -393,10 +392,3 @@ def test_a_fork_without_any_update_is_no_success(trunk, here):
     result = llmexp("train", *given, "train.max_steps=6", cwd=here)
     assert result.code == 3, result.out
     assert "none of the 2 steps applied an update" in result.err
-
-
-def test_a_cooldown_is_a_line_from_its_start_to_the_end_value():
-    line = [cooldown(u, 20, decay_start=8, decay_steps=4, end_ratio=0.2) for u in range(20)]
-    assert np.allclose(line, [1.0] * 8 + [0.8, 0.6, 0.4] + [0.2] * 9, rtol=1e-15)
-    with pytest.raises(ValueError, match="reaches into the decay"):
-        cooldown(0, 20, warmup_steps=9, decay_start=8)

@@ -180,17 +180,6 @@ def test_lower_precisions_stay_within_their_rounding(runs, settings, tokens, pre
         compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, moved_by=5 * g)
 
 
-def test_the_loss_scale_is_in_no_figure(runs, settings):
-    """The norm is read after unscaling: a scale of 2^10 or 2^4 changes nothing that is logged but
-    itself."""
-    half = [*settings, *layout("4x4"), "precision=fp16"]
-    rows = [runs(*half, f"precision.init_scale={scale}").rows() for scale in (16, 1024)]
-    assert [[r["loss_scale"] for r in some] for some in rows] == [[16.0] * 5, [1024.0] * 5]
-    for a, b in zip(*rows, strict=True):
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2 * 6 * 2**-12)
-        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2 * 6 * 2**-12 / 10)
-
-
 def test_a_window_without_valid_targets_is_passed(tmp_path):
     """No update, no nan, counted; the schedule waits, the data position does not."""
     path = tmp_path / "t.npy"  # rows 6..9 are masked

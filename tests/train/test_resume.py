@@ -13,7 +13,6 @@ import yaml
 
 from llmexp.compare.reading import elapsed, read_columns
 from llmexp.compose.overrides import parsed
-from llmexp.config.values import typed
 from llmexp.folders import rundir
 from llmexp.folders.rows import read_rows
 from llmexp.train import folder
@@ -93,14 +92,6 @@ def test_a_stop_between_two_rows_keeps_the_time_of_the_steps_before_it(runs, tmp
     assert elapsed(read_columns(cut.folder / "metrics.jsonl")[0])[-1] == pytest.approx(seconds)
 
 
-def test_saved_by_time_and_resumed_is_bit_equal(runs, settings, whole, tmp_path):
-    by_time = [*settings, "checkpoint.every=null", "checkpoint.every_minutes=1e-9"]
-    cut = runs.copy(tmp_path / "cut", *by_time)
-    assert rundir.saved_steps(cut.folder) == [*range(1, 21)]
-    cut = runs.copy(tmp_path / "cut13", *by_time, step=13)
-    goes_on(cut, whole, "checkpoint.every_minutes=60")
-
-
 def test_a_run_whose_config_lacks_keys_takes_their_defaults(runs, settings, whole, tmp_path):
     cut = runs.copy(tmp_path / "cut", *settings, step=15)
     path = cut.folder / "config.yaml"
@@ -164,14 +155,6 @@ def test_commands_to_copy_hold_paths_with_spaces(runs, settings, tmp_path, capfd
         _, name, word, *_ = shlex.split(line)
         given = parsed([word])[0].value() if name == "train" else word
         assert Path(given).is_relative_to(path)
-
-
-@pytest.mark.parametrize(
-    "path", ["a/b", "a b/c@3", "a  b", "it's", "a,b", "(1)", "a=b", "é", "a\\"]
-)
-def test_an_override_to_copy_is_what_hydra_reads(path):
-    (word,) = shlex.split(typed("fork.run", path))
-    assert parsed([word])[0].value() == path
 
 
 def test_another_cut_may_resume(runs, settings, tmp_path):

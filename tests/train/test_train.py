@@ -15,7 +15,6 @@ from llmexp.system import hardware
 from llmexp.system.devices import device_named
 from tests import forks
 from tests.conftest import HANG_S, PATHS, TINY, Result, environment, llmexp, train
-from tests.tiny import there
 from tests.tools import exact
 
 SYNTHETIC = [
@@ -49,19 +48,6 @@ def test_rows_come_at_their_steps_and_say_what_they_are(runs):
     best = min(r["val/loss"] for r in rows if "val/loss" in r)
     assert result.json("status.json")["summary"]["best val/loss"] == best
     assert "\x1b" not in result.out + (result.folder / "train.log").read_text()
-
-
-def test_looking_does_not_change_the_run(runs):
-    """Rows of the same steps are bit-equal with and without evaluation, samples, saves, digests."""
-    dropout = [*SYNTHETIC, "model.dropout=0.2"]
-    quiet = runs(*dropout, "train.eval_every=null", "train.log_every=4")
-    more = there("train.sample_every=3", "train.sample_tokens=5", "train.data_digest=true")
-    busy = runs(*dropout, "train.log_every=1", "checkpoint.every=2", "train.eval_every=2", *more)
-    seen = {r["step"]: r for r in busy.rows()}
-    for row in quiet.rows():
-        for key in ("train/loss", "grad_norm", "lr", "tokens_seen"):
-            assert row[key] == seen[row["step"]][key]
-    assert quiet.rows()[-1]["weight_norm"] == busy.rows()[-1]["weight_norm"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
