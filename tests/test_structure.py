@@ -87,13 +87,6 @@ def test_only_commands_import_ours_inside_functions():
         assert not late or room(name) in ("cli", "api", "__main__") or last == "__main__", name
 
 
-def test_training_imports_a_mode_where_it_is_asked_for():
-    for name, path in MODULES.items():
-        if room(name) == "train":
-            found = imports(path, top_level_only=True)
-            assert not any(module.startswith("llmexp.modes") for module in found), name
-
-
 def test_parts_do_not_import_each_others_private_names():
     for name, path in MODULES.items():
         for found in imports(path):

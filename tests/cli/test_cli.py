@@ -79,10 +79,8 @@ def test_cfg_and_info(capfd, tmp_path, monkeypatch):
         "train --cfg hydra": "outputs/${name}/",
         "train --info defaults": "model/gpt_tiny",
         "train --info": "LocalLauncher",
-        "plan --cfg job model.n_layers=7": "n_layers: 7",
         "prepare --cfg job model.n_layers=7": "n_layers: 7",
         "plan --hydra-help": "--multirun",
-        "prepare --hydra-help": "--multirun",
     }.items():
         out = shown(*words.split())
         assert text in out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fcntl
 import importlib.metadata as metadata
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmexp.__main__ import COMMANDS, run
+from llmexp.__main__ import COMMANDS
 from llmexp.compare.comparing import compare
 from llmexp.compare.next_step import propose
 from llmexp.config.commands import EXTRAS, command, how_to_install, own_parts
@@ -234,11 +233,3 @@ def test_a_sweep_that_runs_is_waited_for_and_a_stopped_one_is_gone_on_with(print
     whole = printed[0] / "-s 1"
     with held_by_another(whole / ledger.LOCK):
         assert propose(compare([whole])).rule == "wait"
-
-
-def test_next_as_json_has_the_words_of_its_command(printed, capfd, monkeypatch):
-    monkeypatch.chdir(printed[0])
-    for path in ("a", "cut"):
-        assert run(["next", path, "--json"]) == 0
-        step = json.loads(capfd.readouterr().out)
-        assert shlex.split(step["command"] or "llmexp")[1:] == step["words"]

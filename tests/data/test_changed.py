@@ -335,8 +335,10 @@ def pieces() -> bytes:
     return b"".join(b"%s %d\n" % (base64.b64encode(one), n) for n, one in enumerate(known))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("kind", ["text", "corpus", "tokens", "tokenizer"])
+@pytest.mark.parametrize(
+    ("kind", "in_place"),
+    [("text", True), ("corpus", False), ("tokens", False), ("tokenizer", True)],
+)
 def test_a_file_is_replaced_by_one_of_the_same_size_and_time(tmp_path, in_place, kind):
     """What was prepared of the old one is not used, and no run goes on with another one. The files
     are links to where the data are."""

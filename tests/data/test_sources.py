@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data.cache import cached
-from llmexp.data.matching import match_files
 from llmexp.data.records import Counts
 from llmexp.data.remote import RemoteCache
 from llmexp.data.sniffing import BOM
@@ -153,13 +151,6 @@ def test_bytes_stay_but_for_the_order_mark_and_empty_files_are_reported():
     assert "2 empty ones left out" in corpus.description
 
 
-def test_the_same_file_in_both_is_a_warning():
-    write(a="a" * 30, copy="a" * 30, b="b" * 30)
-    (warning,) = text("a.txt", "copy.txt").warnings
-    assert "1 of its 1 are" in warning
-    assert not text("a.txt", "b.txt").warnings
-
-
 def test_the_fingerprint_follows_content_and_settings_not_places():
     for folder in ("one", "two"):
         Path(folder).mkdir()
@@ -175,19 +166,6 @@ def test_the_fingerprint_follows_content_and_settings_not_places():
     for i in range(30):
         Path(f"two/{i}.txt").write_text("x")
     assert list(text("two/*.txt").fingerprint["train_files"]) == ["31 files"]
-
-
-def test_globs_and_folders_name_each_file_once():
-    for name in ("a/2.txt", "a/b/1.txt", "a/x[1].txt", "a/.git/x", "a/b/.hidden"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(name)
-    for named, found in (
-        (["a/b/*.txt", "a/**/*.txt"], ["a/b/1.txt", "a/2.txt", "a/x[1].txt"]),
-        ("a/x[1].txt", ["a/x[1].txt"]),
-        ("a", ["a/2.txt", "a/b/1.txt", "a/x[1].txt"]),
-        (["a/b/", "a"], ["a/b/1.txt", "a/2.txt", "a/x[1].txt"]),
-    ):
-        assert [str(path) for path in match_files("k", named, [])] == found
 
 
 def test_what_is_remembered_of_files_ends_with_a_change(tmp_path, monkeypatch):
@@ -356,18 +334,3 @@ def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         built(stdlib, **knobs)
-
-
-def test_more_token_files_than_may_be_open_by_default(monkeypatch):
-    """Each is a map, which keeps its file open."""
-    for i in range(300):
-        np.save(f"{i:03}.npy", np.arange(20, dtype=np.uint16))
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    try:
-        assert len(tokens("*.npy").train) == 5400
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 350))
-        with pytest.raises(ValueError, match="300 token files are more than this process may open"):
-            tokens("*.npy")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
