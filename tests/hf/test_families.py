@@ -204,7 +204,12 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
     assert seen == set(own)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# those whose tensors have other names, shapes or multipliers
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "gpt2, mup", "llama, mup", "llama, scaled, head", "llama, biases", "qwen2", "qwen3",
+     "olmo2", "olmoe", "qwen3_moe"],
+)  # fmt: skip
 def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
     model, section, folder = exported(kind, tmp_path)
     import transformers

@@ -131,19 +131,17 @@ def test_the_common_budget_is_within_reach_of_all(points):
         assert set(budgets.by_cause(spent).values()) <= {s.tokens for s in spent}
 
 
-@pytest.mark.parametrize("count", [1, 7])
-def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
+def test_a_plan_fits_a_terminal(capsys, tmp_path, monkeypatch):
     """Every line, whatever is swept, is no longer than the terminal is wide."""
     monkeypatch.chdir(tmp_path)
     keys = ["batch.gradient_accumulation_steps=1,2", "clip.max_norm=0.5,1.0",
             "optimizer=adamw,muon", "schedule.warmup_steps=1,2"]  # fmt: skip
-    seeds = ",".join(str(n + 1) for n in range(count))
-    assert run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={seeds}"]) == 0
+    assert run(["plan", "-m", *SYNTHETIC, *keys, "train.seed=1,2"]) == 0
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 1 + 16 * count + 1
-    assert lines[-1].startswith(f"{16 * count} runs; all with ")
+    assert len(lines) == 1 + 32 + 1
+    assert lines[-1].startswith("32 runs; all with ")
     assert "muon" in out
 
 

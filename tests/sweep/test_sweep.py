@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from llmexp.config.values import ConfigError
 from llmexp.folders import ledger as ledgers
 from llmexp.sweep import running
-from llmexp.sweep.running import halving_rungs
 from llmexp.system import child
 from tests.conftest import HANG_S, TINY, Result, llmexp, start, train
 from tests.sweep.running import PAIR, RUN, STEPS, current_sweep, new_point, run_locally, stand_in
@@ -221,14 +220,6 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
 
 
 # --- halving
-
-
-@pytest.mark.parametrize(
-    ("first", "keep", "shares"),
-    [(None, 0.5, []), (0.25, 0.5, [0.25, 0.5]), (0.5, 0.3, [0.5])],
-)
-def test_rungs(tmp_path, first, keep, shares):
-    assert halving_rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).knobs) == shares
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):

@@ -153,19 +153,6 @@ def test_a_part_that_fails_in_training_is_named_with_its_line(tmp_path, words, k
     words("train/failing", failed.err.splitlines()[-1], kind)
 
 
-def test_a_parameter_without_a_part_in_the_loss(tmp_path):
-    """Its gradient is 0 on any layout, so weight decay alone moves it."""
-    found = []
-    for kind in ("single", "ddp", "fsdp"):
-        layout = [f"parallelism={kind}", "parallelism.nproc_per_node=2"][: 1 + (kind != "single")]
-        size = ["batch.micro_batch_size=2", "batch.real_batch_size=4", "train.max_steps=3"]
-        chosen = [*OWN, "model._target_=own.nets.Spare", *layout, *size, "precision=fp64"]
-        row = trained(tmp_path, kind, *chosen).rows()[-1]
-        found.append([row["train/loss"], row["weight_norm"]])
-    assert found[1] == pytest.approx(found[0], rel=1e-12)
-    assert found[2] == pytest.approx(found[0], rel=1e-12)
-
-
 def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(tmp_path):
     for name in ("a", "b"):
         text = f"file {name} says: the same line again and again\n" * 40

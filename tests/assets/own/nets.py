@@ -22,14 +22,6 @@ class Bigram(nn.Module):
         return self.head(self.embed(tokens_bt))
 
 
-class Spare(Bigram):
-    """A model with parameters that have no part in its loss."""
-
-    def __init__(self, vocab_size: int, width: int = 8):
-        super().__init__(vocab_size, width)
-        self.spare = nn.Linear(2, 2)
-
-
 class NotOnMeta(Bigram):
     """A model that asks for values, which the meta device has not."""
 
