@@ -75,7 +75,7 @@ def test_a_schedule_is_looked_at_before_a_run_begins(
         assert "own/notfinite.py:" in text
 
 
-@few(4)
+@few(2)
 @given(
     bad=st.integers(0, 5),
     value=st.sampled_from(NO_RATES),
@@ -130,32 +130,27 @@ def test_a_rate_that_a_hook_changes_is_refused_and_not_saved(tmp_path, key, valu
     assert are_finite(done.folder) == [1][: every == 1]
 
 
+# The way in which a run saves, the step, and what is not finite then.
 PATHS = {
-    "periodic": ["checkpoint.every=1"],
-    "late": ["checkpoint.every=1", "checkpoint.async=true"],
-    "by time": ["checkpoint.every_minutes=1e-9"],
-    "stop": ["train.stop_step=AT", "data.val_ratio=0"],
-    "last": ["train.max_steps=AT", "data.val_ratio=0"],
-    "unsaved": ["train.max_steps=AT", "data.val_ratio=0", "checkpoint.last=false"],
-    "shared": ["checkpoint.every=1", "parallelism=fsdp", "parallelism.nproc_per_node=2"],
-}
+    "periodic": (["checkpoint.every=1"], 2, "nan", "exp_avg"),
+    "late": (["checkpoint.every=1", "checkpoint.async=true"], 3, "inf", "weights"),
+    "by time": (["checkpoint.every_minutes=1e-9"], 2, "-inf", "weights"),
+    "stop": (["train.stop_step=3", "data.val_ratio=0"], 3, "nan", "exp_avg_sq"),
+    "last": (["train.max_steps=1", "data.val_ratio=0"], 1, "nan", "weights"),
+    "unsaved": (["train.max_steps=2", "data.val_ratio=0", "checkpoint.last=false"], 2, "nan",
+                "weights"),
+    "shared": (["checkpoint.every=1", "parallelism=fsdp", "parallelism.nproc_per_node=2"], 2,
+               "nan", "exp_avg"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)
-@few(2)
-@given(
-    at=st.integers(1, 3),
-    value=st.sampled_from(["nan", "inf", "-inf"]),
-    where=st.sampled_from(["weights", "exp_avg", "exp_avg_sq"]),
-)
-def test_what_is_not_finite_is_never_saved(tmp_path_factory, path, at, value, where):
+def test_what_is_not_finite_is_never_saved(tmp_path, path):
     """By none of the ways in which a run saves, although loss and norm of the step were fine: the
-    newest checkpoint is that of the last good step."""
-    where = "weights" if path == "unsaved" or value != "nan" else where
-    more = [word.replace("AT", str(at)) for word in PATHS[path]]
+    newest checkpoint is that of the last good step. Which tensors: the snapshot's test below."""
+    more, at, value, where = PATHS[path]
     bursts = optimizer("bursts", at=at, value=f"'{value}'", where=where)
-    folder = tmp_path_factory.mktemp("value")
-    done = failed(folder, *bursts, TURNS, "train.max_steps=4", *more)
+    done = failed(tmp_path, *bursts, TURNS, "train.max_steps=4", *more)
     assert f"what step {at} has left is not saved: values that are not finite: " in done.err
     saved = are_finite(done.folder)
     periodic = at > 1 and path in ("periodic", "late", "by time", "shared")
