@@ -11,7 +11,6 @@ from tests.tools import printed
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
-SPLIT = ["batch.real_batch_size=7", "batch.micro_batch_size=2"]
 NO_FILE = ["data=text", "data.train_files=nope"]
 
 
@@ -19,19 +18,9 @@ NO_FILE = ["data=text", "data.train_files=nope"]
     ("words", "kind", "key"),
     [
         (["plan", "optimizer.lr=-1"], "out_of_range", "optimizer.lr"),
-        (["plan", *SPLIT], "out_of_range", "batch.real_batch_size"),
         (["plan", "-m", "train.max_steps=1,2", "a.b"], "wrong_type", None),
-        (["plan", "batch={max_steps: 3}"], "unknown_key", "batch.max_steps"),
-        (["explain", "train.sed"], "unknown_key", "train.sed"),
-        (["train", "optimizer.lr=x"], "wrong_type", "optimizer.lr"),
-        (["plan", "model=hf"], "unknown_file", "model.path"),
         (["plan", "train.sed=1"], "unknown_key", "train.sed"),
-        (["plan", "optimizer=sgd", "optimizer.beta2=0.9"], "idle_knob", "optimizer.beta2"),
-        (["plan", "sweep.decide=true"], "idle_knob", "sweep.decide"),
-        (["plan", "optimizer=sdg"], "unknown_option", "optimizer"),
         (["compare", "nothing-here"], "not_a_run", None),
-        (["compare", "--bogus"], "unknown_key", None),
-        (["next", "nothing-here"], "not_a_run", None),
         (["bogus"], "unknown_key", None),
     ],
 )

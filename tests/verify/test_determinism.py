@@ -115,28 +115,6 @@ def test_what_another_run_does_otherwise_is_found_in_its_step(
     assert ("the data of each step" in found) == (hook == "shuffled")
 
 
-WEIGHT = "blocks.0.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "what", "first"),
-    [
-        (lambda by_step: by_step[0]["parameters"].update({WEIGHT: "?"}), PARAMETERS,
-         f"step 0, rank 0, {WEIGHT}"),
-        (lambda by_step: by_step[2]["optimizer"].update({f"0/{WEIGHT}/exp_avg": "?"}),
-         "moments after each step, each rank", f"step 2, rank 0, 0/{WEIGHT}/exp_avg"),
-        (lambda by_step: by_step[2]["rng"].update({"numpy": "?"}),
-         "RNG after each step, each rank", "step 2, rank 0, numpy"),
-        (lambda by_step: by_step[2]["parameters"].pop(WEIGHT), PARAMETERS,
-         f"step 2, rank 0, {WEIGHT}"),
-    ],
-)  # fmt: skip
-def test_each_difference_is_named_with_its_step(proof, change, what, first):
-    pair = Remains(proof.folder / "first"), Remains(proof.folder / "second")
-    change(pair[1].records[0])
-    assert failed(same_bits(determinism.COLUMNS, *pair)) == {what: f"first: {first}"}
-
-
 @pytest.mark.slow
 def test_noise_fails_the_command_which_says_what_names_the_operation(tmp_path):
     noisy = ["--allow", "plant", "hooks=[plant.noise]"]
