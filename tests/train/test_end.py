@@ -77,6 +77,29 @@ def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: A
     return Loop(parts, setup, out, progress, meter, {}, None)
 
 
+def test_times_are_of_the_whole_run(monkeypatch):
+    """Also of steps that another attempt made, and of those after the last row."""
+    rows = [row(10), row(20, step_time=0.7)]
+    found = summarise(made(*rows, step=20))
+    assert found["train_time"] == pytest.approx(10 * 0.5 + 10 * 0.7)
+    assert found["mean tokens_per_sec"] == pytest.approx(96 * 20 / 12)
+    loop = made(*rows, step=23)  # of steps 21 to 23 no time is known
+    assert not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()
+    # resumed between two rows: they took an earlier process 30 seconds
+    loop.meter = Meter(torch.device("cpu"), 96 * 23, 3, 30.0)
+    assert summarise(loop)["train_time"] == pytest.approx(12 + 30)
+    clock = iter((10.0, 10.25))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with loop.meter.stepping():
+        loop.meter.add(torch.tensor(96))
+    monkeypatch.undo()
+    loop.progress.step += 1
+    found = summarise(loop)
+    assert found["train_time"] == pytest.approx(12 + 30 + 0.25)
+    assert found["mean tokens_per_sec"] == pytest.approx(96 * 24 / 42.25)
+    assert "train_time" not in summarise(made())
+
+
 def test_final_is_of_the_last_step_and_no_other():
     rows = [row(4, **{"val/loss": 2.5}), row(5, **{"train/loss": 2.9})]
     found = summarise(made(*rows, step=5, best_val_loss=2.5, skipped_steps=1))
