@@ -1,7 +1,5 @@
 """Gradients to clip, and rules without a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

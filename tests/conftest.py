@@ -1,8 +1,6 @@
 """What the tests share: the command line as a process, runs made once, the project's data where it
 is there."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

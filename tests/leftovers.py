@@ -1,7 +1,5 @@
 """What a test may leave changed in its process, for the tests that come after it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

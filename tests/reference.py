@@ -4,8 +4,6 @@ It shares no code with llmexp: its own GPT-2 forward pass, cross-entropy, clippi
 cosine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Runs that tests only look at, each trained once for all tests; copies that they may change."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The overrides and commands that a message gives to paste, each run through its own parser."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

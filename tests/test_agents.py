@@ -1,7 +1,5 @@
 """The loop of docs/automation.md runs as it stands there, with fewer steps and runs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

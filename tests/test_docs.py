@@ -1,7 +1,5 @@
 """The pages for users and developers name what exists: links, files, functions, tests, packages."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,8 +1,6 @@
 """How a run ended, by its status and by how its processes left: the whole table, and what is then
 recorded."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

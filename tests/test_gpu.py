@@ -5,8 +5,6 @@ Widths of heads are 64 and lengths 128, so that the kernels of real runs are the
 tested.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Factors on rate and weight decay by patterns of names, with each optimizer. tests/train/
 test_invariance.py holds them against float64 in every cut and layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

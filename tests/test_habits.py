@@ -1,8 +1,6 @@
 """What carries the project on names what there is: workflows and hooks run the commands of the
 Makefile, and the templates of issues and changes are forms that GitHub reads."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """What processes import: each as much as it needs, as sys.modules of real ones show."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

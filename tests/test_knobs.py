@@ -1,8 +1,6 @@
 """The effect of a knob stands in one place, and is true: a generated test of every knob of every
 shipped option."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """Optimizers of libraries, by name and as shipped options: what a run needs of them, and what it
 refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

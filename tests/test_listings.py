@@ -1,8 +1,6 @@
 """The listings in the docs are what the commands print, but for what the machine decides: small
 versions of them are run."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

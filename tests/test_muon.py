@@ -1,8 +1,6 @@
 """Muon: its polynomials against the papers, its directions against float64, its ranks against
 one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -5,8 +5,6 @@ updating.py of the version 1.0.0). Where the package is installed they are held 
 dependency, as it asks for torchvision, which asks for one version of torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers: their groups, and the guarded update that changes everything or nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

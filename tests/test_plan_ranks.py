@@ -1,8 +1,6 @@
 """A rank of many, planned: what it holds, moves and saves is what the formulas behind
 benchmarks/results/ranks.md say."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

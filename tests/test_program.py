@@ -1,7 +1,5 @@
 """`import llmexp`: what a program gets is what the commands show."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """Pages and product speak plain English: short sentences, without words of the authors' own."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`make quick` runs the tests that a change needs: those nearest to it by their imports first."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conftest import ROOT

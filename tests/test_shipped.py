@@ -1,8 +1,6 @@
 """Every shipped YAML composes, fits its function and runs for a step; every knob says what it is;
 the wheel works."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import importlib.metadata

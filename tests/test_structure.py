@@ -1,7 +1,5 @@
 """Imports of the rooms, read from the source: what keeps the parts apart stays apart."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

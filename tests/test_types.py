@@ -1,7 +1,5 @@
 """Types are checked beside the other tests, on a core that may be free."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

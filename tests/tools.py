@@ -1,8 +1,6 @@
 """What tests of several rooms ask of a run: its exact rows, its state, a copy cut short, its
 weights; and whether its processes are gone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

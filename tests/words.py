@@ -4,8 +4,6 @@
 keys and marks, never a sentence.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

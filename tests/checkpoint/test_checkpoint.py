@@ -1,8 +1,6 @@
 """Checkpoints: whole or absent, readable under any layout of ranks, pruned without losing the last
 good one."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

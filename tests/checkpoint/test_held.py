@@ -1,7 +1,5 @@
 """What ranks hold at a start, a save and a load: their share, and no whole model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Checkpoints of many ranks: each reads its slices alone, from files that it opens once."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

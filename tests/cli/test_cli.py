@@ -1,8 +1,6 @@
 """The command line as users drive it: help, completion, folders, sweeps, signals, closed
 streams. What is refused is in tests/refusals/cli.yaml."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What is printed to be pasted can be pasted: each command is run, or planned, as it stands."""
 
-from __future__ import annotations
-
 import ast
 import fcntl
 import importlib.metadata as metadata

@@ -1,8 +1,6 @@
 """`llmexp explain`: where a value comes from, what it replaced, what it changes, what uses it; on
 one screen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """`--json` of each command: one object, as its schema says; and what the function returns."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is refused has a kind for programs, wherever it is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 import llmexp as program

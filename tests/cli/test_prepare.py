@@ -1,7 +1,5 @@
 """`llmexp prepare` in parts and on Ray: the same shards, and what is refused."""
 
-from __future__ import annotations
-
 import bz2
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Comparisons made up for the tests of the page: smooth curves with known values, no training."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

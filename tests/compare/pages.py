@@ -1,7 +1,5 @@
 """Pages as tests look at them: their text, what they draw, and pages open in headless Chromium."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Run folders with known contents."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

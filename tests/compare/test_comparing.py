@@ -1,7 +1,5 @@
 """What a comparison says of runs whose differences are known."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

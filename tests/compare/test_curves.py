@@ -1,7 +1,5 @@
 """Downsampling: what the eye would miss if it were gone is never gone."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

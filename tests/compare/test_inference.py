@@ -1,7 +1,5 @@
 """The model of a sweep: against textbook formulas, and simulated sweeps whose truth is known."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

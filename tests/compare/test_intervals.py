@@ -1,7 +1,5 @@
 """Figures are the same to the bit for every interval of rows, stop, kill and extension."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """What `llmexp next` proposes for run folders whose losses are planted."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

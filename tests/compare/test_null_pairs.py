@@ -1,8 +1,6 @@
 """Settings between which nothing differs, trained for real: seldom called different, though
 rounding parts them."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

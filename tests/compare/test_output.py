@@ -1,8 +1,6 @@
 """The commands from outside: tables at any width, strict files, exit codes, lists, marks, clearing
 up."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import hashlib

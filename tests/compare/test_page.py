@@ -1,7 +1,5 @@
 """The page: what it holds is read from its text, what it does is done in headless Chromium."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace

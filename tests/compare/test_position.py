@@ -1,7 +1,5 @@
 """Losses are compared only where all runs were evaluated at like tokens."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of wandb that llmexp compares: the real client against a server, and offline folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

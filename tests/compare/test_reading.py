@@ -1,7 +1,5 @@
 """Damage and foreign folders: each a line, and the good runs are still shown."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,8 +1,6 @@
 """A number that stands in several places is the same number in the same digits: headline, notes,
 table, Markdown, page, JSON, CSV, tracker, Python."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """A screen: the design, what it finds, and how often it errs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

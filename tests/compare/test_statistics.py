@@ -1,7 +1,5 @@
 """Intervals, and how many seeds are needed, against references of their own."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

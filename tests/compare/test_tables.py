@@ -1,7 +1,5 @@
 """Runs that llmexp did not train: the same verdicts through every door, and odd tables."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import itertools

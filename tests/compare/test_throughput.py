@@ -1,8 +1,6 @@
 """What limits a run, by its rates over the micro-batch: planted times of steps, of a device with
 known limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The picture of the verdict, and the table of looks, on the page of a decided sweep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Garbage in every file and on the command line is refused in words: no other exception, no
 hang."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

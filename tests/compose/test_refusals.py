@@ -1,7 +1,5 @@
 """What is not refused, and refusals that give files to make: the rest is in tests/refusals."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 What is refused at the command line is in tests/refusals/security.yaml.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What an error suggests can be pasted into a shell, and Hydra reads it as it was meant."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A knob of text gets the characters that were typed, whatever Hydra or YAML makes of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,8 +1,6 @@
 """Data files that are cut, rewritten, replaced, touched or deleted while they are in use, and
 between two runs."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,8 +1,6 @@
 """data=corpus: ids against other libraries, shards that do not depend on who wrote them, shares of
 documents; tests/refusals/data.yaml has what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

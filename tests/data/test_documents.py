@@ -1,8 +1,6 @@
 """Readers of documents: whatever the file is, the same documents; what cannot be read is refused or
 counted. tests/refusals/data.yaml has the refusals at the command line."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,8 +1,6 @@
 """Ids equal the encoding of each whole document, however the text is cut into pieces; memory does
 not grow with the text."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Labels beside token files: what is no target by them, in every window and evaluation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files that a source names: against independent walks through links, folders and globs."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

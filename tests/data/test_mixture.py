@@ -1,7 +1,5 @@
 """The order of several sources: a brute-force walk, the shares of any prefix, ranks and stages."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The order of sequences is a permutation per (seed, epoch), a pure function, mixes well, and never
 changes."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files behind addresses: a server that serves, one that falls silent, and none at all."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Windows against a plain reference: which rows, where they are cut, what is masked, and what a
 resume sees."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

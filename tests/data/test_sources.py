@@ -1,8 +1,6 @@
 """The data sources: what they split, the ids that they give, and that each YAML fits its function;
 tests/refusals/data.yaml has what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """A token stream is the concatenation of its arrays, wherever they lie and however it is read."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The bytes of text that ids stand for, with every kind of tokenizer: those of the documents, as
 Python counts them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

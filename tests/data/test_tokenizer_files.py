@@ -1,8 +1,6 @@
 """Tokenizers in files give the ids of the libraries that made them; tests/refusals/data.yaml has
 what is no tokenizer."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

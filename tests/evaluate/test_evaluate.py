@@ -1,8 +1,6 @@
 """`llmexp evaluate`: the losses of the rows, standard errors by the units that are independent;
 tests/refusals/evaluate.yaml has what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """A user's hook that plants values that are not finite into a layer: FAULT_BOMB="KIND STEP
 RANKS"."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

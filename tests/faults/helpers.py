@@ -1,8 +1,6 @@
 """What the tests of faults share: the undisturbed run, a small file system, what a failure message
 must hold."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

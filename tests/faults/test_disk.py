@@ -1,7 +1,5 @@
 """Disks that are full, read-only or limited, under a run and under a sweep."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

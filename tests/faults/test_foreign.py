@@ -4,8 +4,6 @@ ends, with an exit code and the name of the folder, and without a trace.
 A command runs in a fork of this process, with a limit of processor time: a load makes it no slower.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,8 +1,6 @@
 """Killed, stopped and starved at bad moments: what is left is whole, and the way to the end is the
 undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,8 +1,6 @@
 """Values that are not finite, planted where they hurt: all ranks stop in one step, and the right
 layer is named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """What a crash or a reboot leaves on the disk: damaged checkpoints, old locks, a status that is not
 true any more."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Nothing is left in the system's temporary folder, however a run ends."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import signal

@@ -1,7 +1,5 @@
 """A user's own feature, named as a hook, does what the project's do: rows, state, knobs."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

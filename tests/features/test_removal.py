@@ -1,8 +1,6 @@
 """A feature is taken out by its folder, its line in the list and those of its knobs in conf/: what
 is left stands, as its tests say."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The micro-batch size for `auto`: which sizes are tried, which is taken, what is remembered."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

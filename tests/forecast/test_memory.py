@@ -1,7 +1,5 @@
 """A plan's memory is what torch allocates, for every layout; what it says would fit, fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

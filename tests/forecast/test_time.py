@@ -1,8 +1,6 @@
 """Time and cost that are known before a run starts; tests/refusals/forecast.yaml has what cannot
 be planned."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace as Namespace
 

@@ -4,8 +4,6 @@ Each case of test_golden runs with the sources of BASE and with those of this fo
 times), weights, status, `--json` and exit codes have to be equal; exit code 1 where they are not.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -22,8 +22,6 @@ numbers with a relative rounding of u (2^-8 or 2^-11), some ten in a row from th
 logits (two layers of four matrices, and the head), whose errors are no larger than 10 u.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

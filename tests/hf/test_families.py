@@ -1,8 +1,6 @@
 """Our models against transformers' own, family by family, in fp64: what is exported computes the
 same there, and comes back as it went."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A run goes out as a folder of Hugging Face and comes back as the first weights of another run, at
 the command line; tests/refusals/hf.yaml has what is refused."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """A tokenizer that was exported gives the same ids in Hugging Face's library."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Ranks as a user starts them: killed, hung, stopped, moved to another layout, and the same numbers
 all along."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The console: rows as lines, durations, the banner, and the progress bar on real terminals."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import math

@@ -1,7 +1,5 @@
 """The table of keys knows every key of a row."""
 
-from __future__ import annotations
-
 import json
 
 from llmexp.metrics.keys import LOSSES, ROW_KEYS, TIMINGS

@@ -1,7 +1,5 @@
 """Attention inside documents: a packed window computes what its documents compute alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """First values of parameters: the same numbers however ranks cut the parameters."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

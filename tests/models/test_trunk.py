@@ -1,7 +1,5 @@
 """Ways of the trunk on an accelerator against those of a CPU, in float64 on a CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Working folders in which commands are refused: each function fills an empty one."""
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile

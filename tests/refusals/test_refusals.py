@@ -8,8 +8,6 @@ traceback, with nothing written, and what the message suggests can be pasted. It
 tests/golden/words/refusals, those of a feature beside its rows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Fewer draws where figures of intervals do not matter: tests stay cheap."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmexp.scaling import law

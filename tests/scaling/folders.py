@@ -1,7 +1,5 @@
 """Run folders of a ladder with known losses, as small as they can be."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Ladders with known laws, and how often intervals hold the truth."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command, run folders in: which runs are points, which are a ladder, what is printed."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 import math

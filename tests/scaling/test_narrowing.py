@@ -1,7 +1,5 @@
 """What `llmexp next` proposes for a ladder, and how much it narrows the prediction in truth."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The page of laws: its figures are those of the answer, and it fits a desk and a phone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

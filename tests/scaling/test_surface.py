@@ -1,7 +1,5 @@
 """The fit, the optimum and the intervals against references of their own, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

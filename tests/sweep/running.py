@@ -1,7 +1,5 @@
 """A sweep without its command line, for tests of how its points run."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from pathlib import Path

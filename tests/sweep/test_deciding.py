@@ -1,7 +1,5 @@
 """Sweeps that give their settings seeds until it is decided which is best (`sweep.decide`)."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

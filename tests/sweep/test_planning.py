@@ -1,7 +1,5 @@
 """What a sweep says before it starts: its points, composed once for what they share."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import Namespace
 

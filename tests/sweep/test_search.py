@@ -1,7 +1,5 @@
 """A search: Optuna chooses points by the results so far, and fresh seeds confirm the best."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

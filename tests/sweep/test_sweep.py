@@ -3,8 +3,6 @@
 What is refused is in tests/refusals/sweep.yaml.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -1,7 +1,5 @@
 """Twins: runs that differ in the rounding of their initial weights only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Multiple choice: scores against a computation item by item, in the loop and after it, on one rank
 and two; lm-eval itself where it is installed. tests/refusals/tasks.yaml has what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

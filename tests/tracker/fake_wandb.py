@@ -1,7 +1,5 @@
 """A server that speaks as much of wandb's protocol as runs need, and misbehaves on request."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import itertools
@@ -10,7 +8,7 @@ import re
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import unquote
 
 Behaviour = Literal[
@@ -293,7 +291,7 @@ class FakeWandb:
         if body.get("complete"):
             run.exit_code = body["exitcode"]
 
-    def __enter__(self) -> FakeWandb:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 

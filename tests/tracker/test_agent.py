@@ -1,8 +1,6 @@
 """wandb's variables and wandb's agent, from the command line: the real client, against a server
 that records."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

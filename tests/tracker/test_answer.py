@@ -1,7 +1,5 @@
 """The answer of a sweep in wandb: the real client, against a server that records."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run is called in wandb, and the position of its mirror. No wandb here."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

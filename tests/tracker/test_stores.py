@@ -1,7 +1,5 @@
 """Trackers besides wandb: each ends with the rows of metrics.jsonl, whatever happened between."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

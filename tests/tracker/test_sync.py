@@ -1,7 +1,5 @@
 """`llmexp sync` with the real wandb client, against a server that records what arrives."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """wandb runs for real here, each time in a process of its own, as in a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """A run with wandb, but for the training: `python -m tests.tracker.worker SPEC`. Print JSON lines:
 what was said, and what things cost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

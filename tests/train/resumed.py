@@ -1,7 +1,5 @@
 """What tests of several files ask of a run that was cut: it goes on as if it had not been."""
 
-from __future__ import annotations
-
 from tests.conftest import Result, llmexp
 from tests.tools import exact, same_state
 

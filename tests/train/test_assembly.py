@@ -1,7 +1,5 @@
 """What the stages of assembly share, and where variables of the environment get their values."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor, nn
 

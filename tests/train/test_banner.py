@@ -1,7 +1,5 @@
 """The start lines of a run: where it computes, since when, and how far its data go."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,8 +1,6 @@
 """Branches of a run: forks, cooldowns, extensions. What they share with a run made in one go is the
 same, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

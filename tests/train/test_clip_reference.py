@@ -1,8 +1,6 @@
 """Each rule of clipping against float64 loops on one big batch: however a window is cut, on any
 ranks, in losses, norms and parameters."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 

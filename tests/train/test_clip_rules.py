@@ -1,7 +1,5 @@
 """Rules of clipping that follow the run: the same however a window is cut, and after a resume."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

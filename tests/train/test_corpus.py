@@ -1,8 +1,6 @@
 """Runs on data=corpus: any number of ranks and any cut see the same sequences and targets, document
 masks included; a run goes on inside a stage as if it had not been stopped."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says of its end, and what becomes then of a checkpoint that is on its way."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import threading

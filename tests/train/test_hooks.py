@@ -1,8 +1,6 @@
 """Hooks around the backward passes of a window: the gradient that they see is the window's, and is
 what is applied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

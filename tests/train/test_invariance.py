@@ -1,8 +1,6 @@
 """However a window is cut, a run computes what one big float64 batch computes: loss, norm, lr,
 parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

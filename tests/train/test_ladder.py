@@ -1,7 +1,5 @@
 """Inputs of a ladder: budgets that follow from the model, and batches in tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 """Rates that are none and values that are not finite: found at the step that has them, and never
 saved. At the command line, with parts of one's own."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Optimizers and models of one's own, tried before a run begins: what it would leave untrained is
 named. What a run could not go on with is refused by the rows of tests/refusals/train.yaml."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmexp.__main__ import run

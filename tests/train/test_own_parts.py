@@ -1,8 +1,6 @@
 """The user's own model, data, optimizer, tokenizer and hooks. What may not be one is refused by the
 rows of tests/refusals/train.yaml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

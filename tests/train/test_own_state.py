@@ -1,8 +1,6 @@
 """What a model of the user's keeps beside its parameters (modes, buffers of any type, random
 numbers): the same whoever looks, in resumed runs and forks, and where ranks differ in it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A batch ramp: each step has the sequences of its stage, as a plain loop with big batches has
 them, however windows are cut. Budgets are exact; a kill or a fork inside a ramp changes no bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rates count the work that was done: against the operations that torch counts in the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stopped, killed, resumed: the same rows, the same parameters, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 """`optimizer.rule`: rate, batch, weight decay and beta2 from the size of a run, against the papers'
 formulas; what is set is written back, so that nothing sets it twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

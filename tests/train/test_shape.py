@@ -1,7 +1,5 @@
 """The shape of a model from one number: `model.depth` or `model.size`, by `model.shape_rule`."""
 
-from __future__ import annotations
-
 import json
 import math
 

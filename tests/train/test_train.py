@@ -1,7 +1,5 @@
 """What a run writes and does besides its arithmetic: rows and the tracker, faults, compile."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`llmexp verify` around its proofs: wrong use, what is printed and recorded, and how it ends when
 it is stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`llmexp verify data`: what it passes, and that it fails for each planted fault."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

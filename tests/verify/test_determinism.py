@@ -1,8 +1,6 @@
 """`llmexp verify determinism`: it passes where the same run twice is the same, and says
 where it is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

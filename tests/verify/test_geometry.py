@@ -1,8 +1,6 @@
 """`llmexp verify geometry`: it passes where the arithmetic is right, and every planted wrong one
 makes it fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """A step is repeated bit by bit, and its cause is told: data, or state."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`llmexp verify resume`: it passes on runs that are really killed, and finds what a resume has
 lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`llmexp verify transfer`: what it measures, what it lets pass, and that a rate carries over."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -5,8 +5,6 @@ between, such as "step_start-3:kill; saved-4@1:raise late". STEP `*` is each ste
 `once` to happen in the first process that comes there. Files lie in the working folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

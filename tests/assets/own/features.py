@@ -1,7 +1,5 @@
 """Features of a user's own, which are named as hooks."""
 
-from __future__ import annotations
-
 import torch
 
 from llmexp.train.feature import Feature

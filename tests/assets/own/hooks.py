@@ -1,7 +1,5 @@
 """Hooks that look at a run, each with what it has seen in the working folder or in its rows."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,8 +1,6 @@
 """Models that keep more than parameters: modes, buffers of any type, random numbers, blocks that
 only some ranks use."""
 
-from __future__ import annotations
-
 import os
 import random
 

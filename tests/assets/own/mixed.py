@@ -1,7 +1,5 @@
 """A model whose blocks differ."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

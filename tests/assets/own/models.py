@@ -1,7 +1,5 @@
 """Models of a user's own."""
 
-from __future__ import annotations
-
 import torch
 
 

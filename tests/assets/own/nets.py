@@ -1,7 +1,5 @@
 """Models, data, optimizers and tokenizers of a user's own, each as small as it can be."""
 
-from __future__ import annotations
-
 import numpy as np
 import tiktoken
 import torch

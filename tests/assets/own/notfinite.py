@@ -1,7 +1,5 @@
 """Rates that are none and values that are not finite, only once the hook `turns` says so."""
 
-from __future__ import annotations
-
 import torch
 
 from llmexp.optim.optimizers.adamw import AdamW

@@ -1,8 +1,6 @@
 """Optimizers of a user's own, most of which a run could not go on with, and models that leave
 parameters untrained."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

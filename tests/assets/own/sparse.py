@@ -1,7 +1,5 @@
 """Models of a user's own with experts: ours, and a number that is called so."""
 
-from __future__ import annotations
-
 from llmexp.models.llama import Llama
 
 

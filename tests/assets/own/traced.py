@@ -1,7 +1,5 @@
 """Have torch show recompiles, and compile without building C++, which takes its time."""
 
-from __future__ import annotations
-
 import torch
 
 compiled = torch.compile

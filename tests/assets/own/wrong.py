@@ -1,7 +1,5 @@
 """Parts of a user's own that llmexp refuses, or that fail in training."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import nn
 from torch.optim import AdamW  # noqa: F401  (imported, so not a part of this package)

@@ -1,7 +1,5 @@
 """The counterfactual table against the norms themselves."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """What a comparison shows of rules of clipping."""
 
-from __future__ import annotations
-
 from llmexp.compare.comparing import compare
 from llmexp.compare.page import page
 from tests.compare.pages import Outline

@@ -1,7 +1,5 @@
 """Averages of weights: beside the training (train.ema), and of checkpoints (llmexp average)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

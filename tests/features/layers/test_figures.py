@@ -1,7 +1,5 @@
 """Figures layer by layer: of a user's model whose blocks differ, and where a norm is missing."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Figures layer by layer on the page: what is drawn is what layers.jsonl has."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

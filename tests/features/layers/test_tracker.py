@@ -1,7 +1,5 @@
 """Figures layer by layer in a tracker: a heat map each, while a run trains and by `llmexp sync`."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

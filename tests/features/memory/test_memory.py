@@ -1,7 +1,5 @@
 """What such a run took before is shown, and ranks that cannot fit into a host are refused."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run says of its noise scale at its end."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

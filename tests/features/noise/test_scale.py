@@ -1,8 +1,6 @@
 """The gradient noise scale on problems whose noise is known, and each layout's measurement against
 plain autograd."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

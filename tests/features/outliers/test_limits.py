@@ -1,7 +1,5 @@
 """The trailing window against numpy, and what enters it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

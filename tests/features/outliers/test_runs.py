@@ -1,8 +1,6 @@
 """Measuring changes nothing, survives a resume, and an outlier is skipped as any skipped
 update is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

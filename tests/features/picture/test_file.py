@@ -1,7 +1,5 @@
 """The picture of a run in its folder."""
 
-from __future__ import annotations
-
 from tests.train.test_train import SYNTHETIC
 
 

@@ -1,7 +1,5 @@
 """A trace of some steps: where it is, what it holds, and that it changes no bit."""
 
-from __future__ import annotations
-
 import json
 
 from tests.conftest import Result, llmexp

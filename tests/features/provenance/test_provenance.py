@@ -1,8 +1,6 @@
 """Provenance in the folder of a run: real repositories, real diffs, and git as bad as it
 gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

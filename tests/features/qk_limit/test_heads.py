@@ -1,7 +1,5 @@
 """QK-Clip against float64 loops: the largest logit of each head, and what becomes of weights."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """How often a run writes a text between its steps, as a plan counts it and as the loop does it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Namespace
 from typing import Any
 

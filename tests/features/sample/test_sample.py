@@ -1,8 +1,6 @@
 """Text from a model: only of ids that have a meaning, at the length that was trained, and never the
 end of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

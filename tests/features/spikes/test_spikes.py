@@ -1,7 +1,5 @@
 """A spike is found, recorded with its run-up layer by layer, and counted until the loss is back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Scores of tasks in the rows of a run; tests/tasks has how a task is scored."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
