@@ -84,12 +84,6 @@ def test_what_is_remembered_gives_the_hidden_states_of_the_whole(kind: str) -> N
         model.hidden(tokens_bt[:, :1], past)
 
 
-def test_context_never_exceeds_its_length() -> None:
-    model = Fixed([0.0, 1.0])
-    assert len(list(generate(model, [0] * 5, 4, 1.0, None, seeded(), context_length=6))) == 4
-    assert model.lengths == [5, 6, 6, 6]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
 def test_ids_that_are_not_allowed_never_come_out(temperature: float) -> None:
     model = Fixed([0.0, 1.0, 2.0, 50.0, 60.0])

@@ -11,7 +11,6 @@ import yaml
 
 from llmexp.cli.running import run_command
 from llmexp.folders import rundir
-from llmexp.folders.find import find
 from llmexp.folders.rows import rows_up_to
 from llmexp.system import fileio
 from llmexp.tracker.fields import MirrorPosition, read_position, write_position
@@ -204,26 +203,6 @@ def test_without_a_login_nothing_is_uploaded_and_how_to_is_reported(tmp_path: Pa
     for text in ("nothing could be uploaded: no login", "wandb login", "WANDB_API_KEY"):
         assert text in error
     assert read_position(run) is None
-
-
-def test_runs_are_found_once_wherever_they_lie(tmp_path, monkeypatch, capsys) -> None:
-    """Compare and sync find the same ones, as deep as outputs/<name>/<stamp>/<point>."""
-    outputs = tmp_path / "outputs"
-    alone = make_run(outputs / "gpt" / "3-alone", 1)
-    sweep = outputs / "gpt" / "sweep"
-    points = [make_run(sweep / f"{n}-seed={n}", 1) for n in (2, 10)]
-    assert find_runs([str(points[1]), str(sweep), str(sweep / "*")]) == points[::-1]
-    assert find_runs([str(outputs)]) == find_runs([str(outputs / "gpt")]) == [alone, *points]
-    assert [run for run, _ in find([outputs])[0]] == [alone, *points]
-    assert run_command("sync", ["--dry-run", str(outputs)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    monkeypatch.chdir(alone)
-    assert dry_run(Path(), capsys)[1].startswith("3-alone: 1 row")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    for text in ("nothing/here", "*.none", "."):
-        with pytest.raises(rundir.ConfigError, match=r"nothing of that|example llmexp sync"):
-            find_runs([text])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Stopped, killed, resumed: the same rows, the same parameters, bit for bit."""
 
 import os
-import re
-import shlex
 import signal
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 import yaml
 
 from llmexp.compare.reading import elapsed, read_columns
-from llmexp.compose.overrides import parsed
 from llmexp.folders import rundir
 from llmexp.folders.rows import read_rows
 from llmexp.train import folder
@@ -134,25 +131,6 @@ def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(
         done = run_here(capfd, *again)
         assert (done.code, "nothing to do" in done.out) == (0, True)
     assert {p: p.stat().st_mtime_ns for p in cut.folder.rglob("*") if p.is_file()} == before
-
-
-@pytest.mark.usefixtures("forking")
-def test_commands_to_copy_hold_paths_with_spaces(runs, settings, tmp_path, capfd):
-    path = tmp_path / "my runs" / "one (1), it's"
-    path.parent.mkdir()
-    runs.copy(path, *settings)
-    for command, code, pasted in (
-        (["resume", str(path), "train.log_every=7"], 2, "llmexp train fork.run"),
-        (["train", *TINY, *settings, f'hydra.run.dir="{path}"'], 2, "llmexp resume"),
-        (["average", str(path), "--last", "2"], 0, "llmexp evaluate"),
-    ):
-        done = run_here(capfd, *command)
-        assert done.code == code, done.err
-        (line,) = re.findall(r"llmexp (?:train|resume|evaluate) .*", done.out + done.err)
-        assert line.replace("'", "").startswith(pasted)
-        _, name, word, *_ = shlex.split(line)
-        given = parsed([word])[0].value() if name == "train" else word
-        assert Path(given).is_relative_to(path)
 
 
 def test_another_cut_may_resume(runs, settings, tmp_path):
