@@ -75,6 +75,7 @@ class Ladder:
     notes: list[Note] = field(default_factory=list)
     loss: str = "val loss"  # its name
     origin: Path = Path()  # where its runs lie
+    apart: Sequence[str] = ()  # columns of words that set it apart from the others of its file
 
     def figures(self, count: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return sizes, tokens, FLOPs and losses of the points."""
@@ -173,7 +174,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
             out[point].append(run.name)
             continue
         name = short_label({k: line.get(k) for k in words}) or where.stem
-        new = Ladder(name, [], {} if found else out, origin=where, loss=figure)
+        new = Ladder(name, [], {} if found else out, origin=where, loss=figure, apart=words)
         found.setdefault(name, new).points.append(point)
     if not found:
         text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"

@@ -27,7 +27,7 @@ from llmexp.scaling.surface import (
     refine,
     slopes,
 )
-from llmexp.system.text import said
+from llmexp.system.text import listed, said
 
 DRAWS = 1000
 LEVEL = 95  # per cent that an interval holds
@@ -128,6 +128,9 @@ class Law:
         self.losses = np.array([p.loss for p in points])
         if why := self.lacking(x):
             text = f"{ladder.name}: has {why}; {need}"
+            if ladder.apart:
+                text += f"; ladders are set apart by {listed(ladder.apart)}, a column of words: "
+                text += "without it all runs are one ladder"
             notes = " ".join(said(ladder.notes))
             raise ConfigError("cannot_fit", f"{text}. {notes}" if notes else text)
         if np.ptp(self.losses) == 0:

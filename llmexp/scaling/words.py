@@ -14,7 +14,7 @@ from llmexp.scaling.answer import Fits
 from llmexp.scaling.gain import Gain, Need
 from llmexp.scaling.isoflop import Parabolas
 from llmexp.scaling.ladders import GIVEN
-from llmexp.scaling.law import Estimate, Law, Power, Surface
+from llmexp.scaling.law import Estimate, HoldOut, Law, Power, Surface
 from llmexp.system.printing import Printer, Shown
 from llmexp.system.text import Note, listed, loss_text, number, said
 
@@ -102,12 +102,8 @@ def _notes(law: Law) -> Iterator[Note]:
         way = "a surface, without --form and --by, is over parameters and tokens"
         yield "Not in this law", f"the {' and '.join(others)} of the runs, which differ; {way}"
     if held := law.held_out:
-        yield (
-            "Held out",
-            f"the {held.what} ({plural(held.runs, 'run')}), predicted {bracketed(held.predicted)}, "
-            f"measured {loss_text(held.measured)}: {held.miss:+.2%}"
-            f"{'' if held.inside else ', outside the interval'}",
-        )
+        text = f"the {held.what} ({plural(held.runs, 'run')}), {_held(held)}: {held.miss:+.2%}"
+        yield "Held out", text + ", outside the interval" * (not held.inside)
     else:
         yield "Held out", "nothing: the other runs are too few for a law"
     if not law.knows_e:
@@ -121,6 +117,14 @@ def _notes(law: Law) -> Iterator[Note]:
         "; ".join(f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out),
     )
     yield from law.ladder.notes
+
+
+def _held(held: HoldOut) -> str:
+    """Return what was predicted and measured, with the digits in which they differ."""
+    both = held.predicted.value, held.measured
+    digits = next((d for d in range(6) if len({f"{loss:.{d}f}" for loss in both}) > 1), 6)
+    measured = max(loss_text(held.measured), f"{held.measured:.{digits}f}", key=len)
+    return f"predicted {bracketed(held.predicted, digits=digits)}, measured {measured}"
 
 
 def _why(law: Law, a: Fits) -> Iterator[Note]:
@@ -193,13 +197,15 @@ def flops_text(flops: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def bracketed(e: Estimate, size: float = 1.0, unit: str = "") -> str:
-    """Return `0.49 [0.45, 0.54]`, in units of a size; `any` for an end that there is not."""
+def bracketed(e: Estimate, size: float = 1.0, unit: str = "", digits: int = 0) -> str:
+    """Return `0.49 [0.45, 0.54]`, in units of a size; `any` for an end that there is not.
+
+    It has one or two digits of the half width, and `digits` decimals at least.
+    """
     half = (e.high - e.low) / size / 2
     if not math.isfinite(e.value + half):
         return f"{_short(e.value)} [{_short(e.low)}, {_short(e.high)}]"
-    # one or two digits of the half width
-    d = max(0, min(6, math.ceil(-math.log10(half / 3)))) if half > 0 else 4
+    d = max(digits, min(6, math.ceil(-math.log10(half / 3)))) if half > 0 else 4
     value, low, high = (f"{v / size:,.{d}f}" for v in (e.value, e.low, e.high))
     return f"{value}{unit} [{low}, {high}]"
 

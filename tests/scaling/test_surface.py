@@ -10,8 +10,9 @@ from llmexp.scaling import law as module
 from llmexp.scaling.gain import gain
 from llmexp.scaling.isoflop import parabolas
 from llmexp.scaling.ladders import Ladder, LawPoint
-from llmexp.scaling.law import Ensemble, Estimate, Surface
+from llmexp.scaling.law import Ensemble, Estimate, HoldOut, Surface
 from llmexp.scaling.surface import DELTA, FlopsBySize, Frontier, fit_surface, log_losses
+from llmexp.scaling.words import _held
 from tests.scaling.planted import LAST, LAWS, Law, coverage, ladder
 
 
@@ -107,6 +108,19 @@ def test_the_held_out_budget_is_predicted():
         assert held.runs == 6
         assert abs(held.miss) < 0.01
         assert held.inside == (held.predicted.low <= held.measured <= held.predicted.high)
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        (2.1, "predicted 2.07 [1.94, 2.22], measured 2.1000"),
+        (2.0748, "predicted 2.072 [1.940, 2.220], measured 2.0748"),
+        (2.07184, "predicted 2.07181 [1.94000, 2.22000], measured 2.07184"),
+    ],
+)
+def test_predicted_and_measured_differ_as_they_are_printed(measured, text):
+    predicted = Estimate(2.07181, 1.94, 2.22)
+    assert _held(HoldOut("largest budget", 5, predicted, measured, 0.0, True)) == text
 
 
 def test_a_best_size_at_the_edge_is_no_number():
