@@ -13,7 +13,7 @@ import numpy as np
 
 from llmexp.compare.budgets import equal
 from llmexp.compare.figures import course
-from llmexp.compare.judging import SMALL, needed, same_steps, unmoved
+from llmexp.compare.judging import SMALL, THIRD_SEED, needed, same_steps, unmoved
 from llmexp.compare.position import common_rows
 from llmexp.compare.records import (
     REACHED,
@@ -40,11 +40,9 @@ def headline(f: Result) -> str:
         return f"Effects of {size}: {'; '.join(told) or f'none is sure; the largest: {largest}'}."
     best, *others = f.ranked
     if f.judged or f.target:
-        lead = [best, *f.those(*SMALL)]
-        unsettled = [*f.those(Verdict.UNDECIDED), *f.those(Verdict.FEW_SEEDS)]
-        worse = sorted(f.those(Verdict.WORSE), key=lambda r: abs(r.size or 0.0))
-        near = next(iter([*unsettled, *worse]), None)
+        lead, near = [best, *f.those(*SMALL)], nearest(f)
         one = ", one seed each" * all(len(r.seeds) == 1 for r in f.ranked)
+        unsettled = near and near.verdict != Verdict.WORSE
         status = f"Undecided{one}" if unsettled else "Best" if near else "Alike"
     else:
         lead = [r for r in f.ranked if r.figures[f.key] == best.figures[f.key]]
@@ -59,6 +57,16 @@ def headline(f: Result) -> str:
     marks = Counter(r.mark for r in others if r not in (near, *lead) and r.mark)
     rest = f" Others: {', '.join(f'{n} {mark}' for mark, n in marks.items())}." * bool(marks)
     return f"{status}: {', '.join(filter(None, parts))}{_missing(f, near)}.{rest}"
+
+
+def nearest(f: Result) -> Setting | None:
+    """Return the setting that the headline holds against the leading one; None where all is alike.
+
+    It is the best of those that are undecided, else the one that is worse by least.
+    """
+    worse = sorted(f.those(Verdict.WORSE), key=lambda r: abs(r.size or 0.0))
+    open_ = [*f.those(Verdict.UNDECIDED), *f.those(Verdict.FEW_SEEDS)]
+    return next(iter([*open_, *worse]), None)
 
 
 def _no_order(f: Result) -> str:
@@ -158,7 +166,7 @@ def _missing(f: Result, near: Setting | None) -> str:
         return ""
     if not f.judged and not f.target:
         return ""
-    before, wanted = "", needed(near, f)
+    before = ""
     if f.looks and not f.target:  # which the looks did not judge
         before = f"; {f.looks[-1].why or 'the sweep has not come to its end'}"
         if not f.looks[-1].is_last:
@@ -171,14 +179,22 @@ def _missing(f: Result, near: Setting | None) -> str:
         return f"{before}; figures that no seed moves decide nothing"
     if f.far:  # which the spread is of
         return before
+    return f"{before}; {_seeds(f, near)}"
+
+
+def _seeds(f: Result, near: Setting) -> str:
+    """Say how many seeds would decide."""
+    wanted, d = needed(near, f), near.difference
     if not wanted:
-        return f"{before}; no affordable number of seeds would decide"
+        return "no affordable number of seeds would decide"
+    if d and d.vague:
+        return THIRD_SEED
     if near.verdict == Verdict.FEW_SEEDS:
         if f.floor:
-            return f"{before}; {wanted} seeds each would decide at the earliest"
-        return f"{before}; 2 shared or {wanted} unshared seeds each are the fewest that can decide"
-    more = plural(wanted - near.difference.seeds if near.difference else wanted, "more seed")
-    return f"{before}; about {more} each would decide a difference of this size (80 % power)"
+            return f"{wanted} seeds each would decide at the earliest"
+        return f"2 shared or {wanted} unshared seeds each are the fewest that can decide"
+    more = plural(wanted - d.seeds if d else wanted, "more seed")
+    return f"about {more} each would decide a difference of this size (80 % power)"
 
 
 def _knob(f: Result, key: str) -> str:

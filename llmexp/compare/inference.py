@@ -68,6 +68,11 @@ class Difference:
         return bool(abs(self.mean) > max(self.half, 1e-12))
 
     @property
+    def vague(self) -> bool:
+        """Tell whether few seeds leave one degree of freedom, so that their spread is a guess."""
+        return self.seeds < FEW and self.df < 2
+
+    @property
     def bound(self) -> float:
         """Return the largest size that the interval holds."""
         return abs(self.mean) + self.half
@@ -82,6 +87,15 @@ class Difference:
     def text(self) -> str:
         """Return the size with its interval: 0.0034 ± 0.0018."""
         return amount(self.mean, self.half)
+
+    @property
+    def details(self) -> str:
+        """Return what the interval is made of, for those who check it."""
+        among = f", for all pairs of {self.rivals} settings at once" * (self.rivals > 2)
+        level = f"{100 * (1 - self.alpha):.3g} %"
+        error = self.error if self.error > 1e-9 * abs(self.mean) else 0.0  # which is rounding
+        known = f"standard error {error:.3g}, degrees of freedom {self.df:.3g}"
+        return f"{self.text} ({known}; interval at {level}{among})"
 
     def seeds_needed(self, size: float) -> int | None:
         """Return the seeds a setting that would find a difference of `size`; None for too many."""

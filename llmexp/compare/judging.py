@@ -42,6 +42,7 @@ NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
 RESOLUTION = 1e-9  # of a figure: what rounding makes of equal ones
 EVIDENCE = 9  # significant digits from which on equal figures of a table are no chance
+THIRD_SEED = "a third seed each would tell how many it takes"
 MOST_NEEDED = 20  # seeds a setting that are said to be needed, or five times those that are there
 
 
@@ -254,8 +255,9 @@ def needed(other: Setting, f: Result) -> int | None:
     """Return the seeds a setting that would tell one from the leading one; None for too many.
 
     All that is printed or proposed has this number. Of single seeds it is the least, as if seeds
-    spread no wider than rounding does. A sweep that had all of its looks is judged at the level
-    that it has left at twice the seeds.
+    spread no wider than rounding does; with one degree of freedom it is the least that tells how
+    far seeds spread. A sweep that had all of its looks is judged at the level that it has left at
+    twice the seeds.
     """
     if other.early:
         return None
@@ -266,6 +268,8 @@ def needed(other: Setting, f: Result) -> int | None:
         return least and max(FEW, least)
     if d is None or other.verdict != Verdict.UNDECIDED:
         return None
+    if d.vague:
+        return FEW
     if f.looks:
         level = level_of(2 * d.seeds, 2 * d.seeds, f.looks)
         d = replace(d, alpha=level or d.alpha)

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp.compare.budgets import common
 from llmexp.compare.inference import FEW
-from llmexp.compare.judging import needed
+from llmexp.compare.judging import THIRD_SEED, needed
 from llmexp.compare.records import TWIN, Record, Result, Setting, Verdict, labels
 from llmexp.config.commands import command_words, own_parts
 from llmexp.config.convert import check_range
@@ -298,7 +298,7 @@ def confirm_search(k: Known) -> Step | None:
         if not wanted:
             return Step("nothing", k.f.headline)
         runs = sum(max(0, max(wanted) - len(r.seeds)) for r in ranked)
-        why = f"{labels(ranked)} are undecided."
+        why = f"{labels(ranked)} are undecided{_as_guess(ranked)}."
         return k.resumed("seeds", why, f"sweep.search.seeds={max(wanted)}", runs)
     best = ranked[:FEW]
     why = f"the search chose {best[0].label} by looking at {plural(len(k.runs), 'trial')}."
@@ -406,7 +406,8 @@ def seeds(k: Known) -> Step | None:
     if not near:
         return None
     chosen, count = (lead, *near), max(near.values())
-    why = f"{labels(chosen)} are undecided; {plural(count, 'seed')} each should decide."
+    each = _as_guess(near) or f"; {plural(count, 'seed')} each should decide"
+    why = f"{labels(chosen)} are undecided{each}."
     if f.looks and k.sweep:  # which gives seeds to all that are not worse
         left = [r for r in f.ranked if r.verdict not in (Verdict.WORSE, Verdict.NEGLIGIBLE)]
         runs = sum(max(0, count - len(r.seeds)) for r in left)
@@ -417,6 +418,12 @@ def seeds(k: Known) -> Step | None:
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
     changes = k.values(chosen)
     return k.step("seeds", why, changes | {SEED: every})
+
+
+def _as_guess(settings: Iterable[Setting]) -> str:
+    """Return what a third seed is for, where two are too few to tell how many it takes."""
+    vague = any(s.difference and s.difference.vague for s in settings)
+    return f"; {THIRD_SEED}" * vague
 
 
 def _affordable(f: Result) -> int:

@@ -169,7 +169,9 @@ def test_differences_over_five_seeds(tmp_path, words, gap, scatter, mark, strict
     assert answer.data["runs"][1]["mark"] == mark
     half = 2.776445 * scatter / math.sqrt(5)  # t(0.975, 4)
     assert answer.data["runs"][1]["half"] == pytest.approx(half, rel=1e-4)
-    words("compare/five_seeds", answer.headline, f"{gap} and {scatter}")
+    (pair,) = (text for text in answer.data["why"] if text.startswith("Nearest pair"))
+    words("compare/five_seeds", f"{answer.headline}\n{pair}", f"{gap} and {scatter}")
+    assert f"(standard error {scatter / math.sqrt(5):.3g}, degrees of freedom 4;" in pair
     exact = llmexp.compare(tmp_path, min_effect=0.0)
     assert exact.data["runs"][1]["mark"] == strict
 
