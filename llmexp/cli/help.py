@@ -1,4 +1,4 @@
-"""Print `llmexp train --help`: the groups with their options, then the most used knobs with units.
+"""Print `llmexp train --help`: examples, the knobs that are needed first, flags, groups.
 
 Imports no torch.
 """
@@ -17,22 +17,15 @@ from llmexp.config.arguments import JSON_HELP, annotated, flag_of
 from llmexp.config.knobs import fields
 from llmexp.config.sections import conf_dir
 
-MOST_USED = {
-    "batch": "micro_batch_size gradient_accumulation_steps real_batch_size sequence_length",
-    "train": "max_steps max_epochs max_tokens seed log_every eval_every compile",
-    "clip": "max_norm",
-    "parallelism": "nproc_per_node nnodes tensor_parallel_size activation_checkpointing "
-    "max_restarts",
-    "checkpoint": "every async resume",
-    "tracker": "project name tags mode",
-    "model": "n_layers n_heads d_model dropout",
-    "data": "train_files val_files val_ratio max_tokens",
-    "optimizer": "lr rule weight_decay",
-    "schedule": "warmup_steps warmup_ratio end_ratio",
-}
+FIRST = (
+    "data.train_files", "train.max_steps", "train.max_epochs", "train.max_tokens", "train.seed",
+    "batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.real_batch_size",
+    "optimizer.lr", "schedule.warmup_steps", "clip.max_norm", "model.n_layers", "model.d_model",
+    "parallelism.nproc_per_node", "checkpoint.every", "tracker.name",
+)  # fmt: skip
 _FLAGS = {  # of all three commands
     "-m, --multirun": "a sweep: every combination of comma-separated values",
-    "--cfg job": "print the composed config and stop (--resolve: with interpolations resolved)",
+    "--cfg job": "print the config with all knobs and stop (--resolve: resolved)",
     "--info": "where the config comes from: all, defaults, searchpath, ...",
     "--config-dir DIR": "your own config files: DIR/model/mine.yaml becomes model=mine",
     "--allow PACKAGE": "allow _target_ and hooks in your package (looked for in this folder too)",
@@ -69,12 +62,9 @@ def print_help(command: str, function: Callable[..., Any], arguments: list[str])
     flags = "[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]"
     usage = f"usage: llmexp {command} {'' if command == 'prepare' else '[-m] '}{flags}"
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
-    print("GROUPS (one option each)")
-    _table(_groups(extra), 14, width)
-    print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
-    for section, names in MOST_USED.items():
-        keys = [f"{section}.{name}" for name in names.split()]
-        _table({key: fields()[key].meaning for key in keys}, 38, width)
+    print("EXAMPLES\n" + textwrap.indent(_EXAMPLES, "  "))
+    print("\nKNOBS (of each, more: llmexp explain KEY)")
+    _table({key: fields()[key].doc.partition(";")[0] for key in FIRST}, 38, width)
     print("\nFLAGS")
     own = {flag_of(one): knob.doc for one, _, knob, _ in annotated(function) if one.name != "line"}
     if inspect.signature(function).return_annotation != "int":
@@ -82,7 +72,8 @@ def print_help(command: str, function: Callable[..., Any], arguments: list[str])
     _table(own | _FLAGS, 38, width)
     print("\nFOLDER")
     _table(FOLDER, 38, width)
-    print("\nEXAMPLES\n" + textwrap.indent(_EXAMPLES, "  "))
+    print("\nGROUPS (one option each)")
+    _table(_groups(extra), 14, width)
 
 
 def _table(texts: dict[str, str], column: int, width: int) -> None:

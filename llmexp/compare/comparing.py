@@ -33,6 +33,8 @@ from llmexp.compare.strangers import Asked
 from llmexp.config.commands import command
 from llmexp.config.knobs import SEED
 from llmexp.config.values import ConfigError, nearest
+from llmexp.metrics.keys import TIMINGS, is_score
+from llmexp.system.text import first_of
 
 
 def compare(paths: Sequence[Any], *, asked: Asked | None = None, **how: Any) -> Result:
@@ -144,16 +146,23 @@ def _metric(
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
         if key not in known:
-            raise ConfigError(
-                "unknown_row",
-                f"--sort {sort}: there is no such figure.{nearest(sort, known)} "
-                f"Known: {', '.join(known)}; for example --sort val/loss",
-            )
+            there = [c for c in known if any(c in s.figures for s in found)]
+            text = f"--sort {sort}: there is no such figure.{nearest(sort, known)} {_groups(there)}"
+            raise ConfigError("unknown_row", f"{text}; for example --sort val/loss")
         return known[key]
     # The figures that are read at one position.
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
     live = [e for e in found if not e.out] or found
     return known[next((key for key in order if any(key in e.figures for e in live)), order[0])]
+
+
+def _groups(keys: Sequence[str]) -> str:
+    """Return the figures that runs have as a user may name them, in groups."""
+    losses = [key for key in keys if is_loss(key) or is_score(key)]
+    costs = [k for k in keys if k in (*TIMINGS, "tokens_seen", "own_tokens", "steps", "train_time")]
+    others = [key for key in keys if key not in (*losses, *costs, "line_time")]
+    groups = {"Losses and scores": losses, "time and cost": costs, "others": others}
+    return "; ".join(f"{name}: {first_of(of, 8)}" for name, of in groups.items() if of)
 
 
 def _min_effect(records: Sequence[Record], metric: Column) -> float:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.compose.putting import nearest_keys
 from llmexp.compose.security import KEPT_BACK
-from llmexp.config.arguments import add_arguments, annotated, kind_of_argparse
+from llmexp.config.arguments import add_arguments, annotated, kind_of_argparse, near_flags
 from llmexp.config.knobs import fields
 from llmexp.config.values import (
     ConfigError,
@@ -97,7 +97,9 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
 
     def unknown(message: str) -> NoReturn:
         way = f"settings are written train.max_steps=100; see llmexp {command} --help"
-        near = _meant(message, words) if message.startswith("unrecognized") else ""
+        near = near_flags(parser, message)
+        if not near and message.startswith("unrecognized"):
+            near = _meant(message, words)
         raise ConfigError(kind_of_argparse(message), f"{message}; {way}.{near}".rstrip("."))
 
     parser.error = unknown  # type: ignore[method-assign]

@@ -47,20 +47,36 @@ MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.ex
 def put(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """Put values into a config of the files and options that are chosen, one after the other.
 
-    Raises ConfigError for a key that it does not have, and for a value that does not fit there."""
-    given = [str(o.input_line) for o in overrides]
+    Raises ConfigError for all keys that it does not have, and for a value that does not fit there.
+    """
+    given, unknown_keys = [str(o.input_line) for o in overrides], dict[str, ConfigError]()
     for override in overrides:
-        key, value = override.get_key_element().lstrip("+~"), override.value()
-        _check(override, key, value, unresolved(cfg), given)
         try:
-            if override.is_delete():
-                above, _, name = key.rpartition(".")
-                with open_dict(cfg):
-                    del (OmegaConf.select(cfg, above) if above else cfg)[name]
-            else:
-                OmegaConf.update(cfg, key, value, merge=not _replaces(key), force_add=True)
-        except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError):
-            raise refuse("wrong_type", key, value, "is not a value of this key") from None
+            _put_one(cfg, override, given)
+        except ConfigError as error:
+            if error.kind != "unknown_key":
+                if unknown_keys:  # which come first
+                    break
+                raise
+            unknown_keys[str(error)] = error
+    if unknown_keys:
+        key = next(iter(unknown_keys.values())).key
+        raise ConfigError("unknown_key", "\n".join(unknown_keys), key)
+
+
+def _put_one(cfg: DictConfig, override: Override, given: Sequence[str]) -> None:
+    """Put the value of one override into a config. Raises ConfigError."""
+    key, value = override.get_key_element().lstrip("+~"), override.value()
+    _check(override, key, value, unresolved(cfg), given)
+    try:
+        if override.is_delete():
+            above, _, name = key.rpartition(".")
+            with open_dict(cfg):
+                del (OmegaConf.select(cfg, above) if above else cfg)[name]
+        else:
+            OmegaConf.update(cfg, key, value, merge=not _replaces(key), force_add=True)
+    except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError):
+        raise refuse("wrong_type", key, value, "is not a value of this key") from None
 
 
 def _check(override: Override, key: str, value: Any, tree: Any, given: Sequence[str]) -> None:

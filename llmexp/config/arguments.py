@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from llmexp.config.convert import convert_value
 from llmexp.config.kinds import Kind
 from llmexp.config.parts import declared
-from llmexp.config.values import ConfigError, Knob
+from llmexp.config.values import ConfigError, Knob, closest, did_you_mean
 
 JSON_HELP = "print the answer as JSON"
 
@@ -38,7 +38,18 @@ class Parser(argparse.ArgumentParser):
         add_arguments(self, function)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(kind_of_argparse(message), f"{message}; see {self.prog} --help")
+        text = f"{message}; see {self.prog} --help.{near_flags(self, message)}".rstrip(".")
+        raise ConfigError(kind_of_argparse(message), text)
+
+
+def near_flags(parser: argparse.ArgumentParser, message: str) -> str:
+    """Return a hint for flags that argparse does not recognize; empty where none is alike."""
+    words = message.split() if message.startswith("unrecognized arguments") else []
+    wrong = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    known = [flag[2:] for flag in flags if flag.startswith("--")]
+    near = [f"--{flag}" for word in wrong for flag in closest(word, known, cutoff=0.75)]
+    return did_you_mean([" and ".join(near)] if near else [])
 
 
 def kind_of_argparse(message: str) -> Kind:

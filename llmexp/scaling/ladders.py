@@ -145,7 +145,7 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
     They need the columns N, D and a loss, or C in place of one of the first two. Words that several
     runs share set ladders apart. Raises ConfigError for what lacks a column.
     """
-    asked, figure = figure, figure_of(runs, Asked(figure=figure), [])
+    asked, figure = figure, figure_of(runs, Asked(figure=figure), [], "which figure is the loss?")
     fetch_figure(runs, figure)
     where, lines = given if isinstance(given, Path) else Path("the frame"), list[Row]()
     for run in runs:

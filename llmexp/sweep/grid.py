@@ -34,7 +34,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.points import Point, asked_of, expand, grid_of
 from llmexp.sweep.running import run_points, run_rungs
 from llmexp.sweep.section import Sweep
-from llmexp.sweep.show import name_of, values_of, warn_of_budgets
+from llmexp.sweep.show import ONE_RUN, name_of, values_of, warn_of_budgets
 from llmexp.sweep.table import checked, copies_of, is_longer, left_of, place_points, startable
 from llmexp.system.child import say
 
@@ -104,7 +104,7 @@ def run_grid(current: Current, overrides: Sequence[str]) -> None:
     if ledger is None:
         warn_of_budgets([p.spent for p in able], knobs, current.arguments)
         if len(able) + len(refused) == 1:
-            say("one run: no key has several values (train.seed=1,2 would make two)")
+            say(ONE_RUN)
     first = ledger.next_number() if ledger else 0
     points = place_points(current, able, refused)
     if ledger is not None:

@@ -18,7 +18,7 @@ from llmexp.forecast.planned import Planned
 from llmexp.sweep.grid import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
-from llmexp.sweep.show import fitted, naming, warn_of_budgets, width_of
+from llmexp.sweep.show import ONE_RUN, fitted, naming, warn_of_budgets, width_of
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
@@ -108,6 +108,8 @@ class PlannedSweep:
             )
         all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
         print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)
+        if len(points) + len(self.refused) == 1:
+            print(fitted(ONE_RUN), flush=True)
 
 
 def plan_points(

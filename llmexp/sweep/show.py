@@ -27,6 +27,7 @@ from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, in_lines, one_line
 
 REFRESH_S = 0.5
+ONE_RUN = "no key has several values, so this sweep is one run; train.seed=1,2 would make two"
 _UNFINISHED = ("failed", "infeasible", "preempted")
 _ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
 

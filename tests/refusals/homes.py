@@ -134,6 +134,7 @@ def laws(work: Path, runs: Runs) -> None:
         (work / f"{name}.csv").write_text(f"N,D,loss\n{text}\n")
     halves = (f"{n},{d},{loss},{'am'[i % 2]}" for i, (n, d, loss) in enumerate(planted))
     (work / "split.csv").write_text("N,D,loss,kind\n" + "\n".join(halves))
+    (work / "unnamed.csv").write_text("N,D,train_loss,test_loss\n1e6,1e7,3,4\n")
     (work / "thin.csv").write_text("N,loss\n1e6,3\n")
     (work / "twice.csv").write_text("N,D,loss,Loss\n1e6,1e7,3,4\n")
     (work / "bytes.csv").write_bytes(b"N,D,loss\n\xff\xfe")

@@ -110,6 +110,18 @@ def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path, capsys,
     assert on_purpose.startswith("note: the budget is swept, from 192 to 384 tokens")
 
 
+def test_a_sweep_without_several_values_says_that_it_is_one_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = "no key has several values, so this sweep is one run; train.seed=1,2 would make two"
+    assert run(["plan", "-m", *SYNTHETIC, "train.max_steps=2"]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert run(["plan", "-m", *SYNTHETIC, "train.max_steps=2", "train.seed=1,2"]) == 0
+    assert "several values" not in capsys.readouterr().out
+    started = llmexp("train", "-m", *SYNTHETIC, "train.max_steps=2", cwd=tmp_path)
+    assert started.code == 0
+    assert told in " ".join((started.out + started.err).split())
+
+
 POINTS = st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.5, 1.0]), st.integers(1, 50))
 
 
