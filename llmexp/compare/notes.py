@@ -6,7 +6,7 @@ A note is `Name: facts.`; one without facts is not said.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llmexp import features
@@ -128,13 +128,22 @@ def _beside(f: Result) -> Iterator[Note]:
     else:
         most = max((len(s.seeds) for s in several), default=0)
         fewer = any(s.difference and s.difference.most < most for s in several)
-        text = "; differences are over shared seeds" * (fewer and bool(lacking))
+        how = "are over shared seeds" if fewer else "are corrected for what seeds move"
+        away = ", so they are not those of the means" * _off_means(several)
+        text = f"; differences {how}{away}" * bool(lacking and (fewer or away))
         yield "Means over unequal seeds", (listed(lacking) + text) or _unequal(f)
     for sweep, count in {r.sweep: r.left for r in f.runs if r.sweep and r.left}.items():
         way = "the sweep is running" if is_running(sweep) else how_to_resume(sweep)
         yield "Left to train", f"{plural(count, 'run')}; {way}"
     if f.mixed:
         yield "Tokenizers differ", "losses per token do not compare, bits per byte do"
+
+
+def _off_means(settings: Sequence[Setting]) -> bool:
+    """Tell whether a difference is not that of the means that are printed."""
+    lead = next((s for s in settings if s.verdict is None), None)
+    pairs = [(s.size, s.mean - lead.mean) for s in settings if lead and s.difference]
+    return any(size is not None and abs(size - d) > 1e-9 * (1 + abs(d)) for size, d in pairs)
 
 
 def _unequal(f: Result) -> str:
