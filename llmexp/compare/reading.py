@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Record
+from llmexp.compare.records import Record, one_spelling
 from llmexp.config.labels import plural
 from llmexp.folders import rundir
 from llmexp.folders.door import scan_rows
@@ -35,7 +35,7 @@ def read(found: Sequence[tuple[Path, SweepFolder]]) -> list[Record]:
             if tally[r.name] > 1:
                 name = clean("/".join(r.path.resolve().parts[-levels - 1 :]))
                 records[i] = dataclasses.replace(r, name=name)
-    return records
+    return one_spelling(records)
 
 
 def runs_in(path: Path) -> list[Record]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,22 @@ class Record:
     def batch(self, key: str) -> Any:
         """Return a number of the batch as the run solved it, else as its config has it."""
         return self.facts.get(key, self.config.get(f"batch.{key}"))
+
+
+def one_spelling(records: Sequence[Record]) -> list[Record]:
+    """Return runs with 100 as 100.0 in a key that has floats in others: they are one value."""
+
+    def keys(kind: type) -> set[str]:
+        return {k for r in records for k, v in r.config.items() if type(v) is kind and k != SEED}
+
+    def value(key: str, given: Any) -> Any:
+        whole = key in mixed and type(given) is int and abs(given) < 2**53
+        return float(given) if whole else given
+
+    mixed = keys(int) & keys(float)
+    if not mixed:
+        return list(records)
+    return [replace(r, config={k: value(k, v) for k, v in r.config.items()}) for r in records]
 
 
 def own_seed(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Record, is_execution, own_seed
+from llmexp.compare.records import Record, is_execution, one_spelling, own_seed
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import parse_value
 from llmexp.config.values import ConfigError, nearest
@@ -122,14 +122,11 @@ def records_of(
     better = {figure: _better(figure, asked.better)}
     seed = asked.seed or _seed(runs, asked, said)
     by = tuple(asked.by or _settings(runs, figure, seed, said))
-    # 1 and 1.0 are one value
-    mixed = {k for k in by if any(isinstance(run.values.get(k), float) for run in runs)}
     names, found = Counter[str](), list[Record]()
     for run in runs:
         names[run.name] += 1
         name = run.name if names[run.name] == 1 else f"{run.name} ({names[run.name]})"
         config = {k: run.values.get(k) for k in by}
-        config |= {k: float(v) for k, v in config.items() if k in mixed and type(v) is int}
         given = run.values.get(seed) if seed else None
         whole = isinstance(given, float) and given.is_integer()
         config[SEED] = own_seed(name) if given is None else int(given) if whole else given
@@ -146,7 +143,7 @@ def records_of(
     if not any(np.isfinite(r.columns[figure]).any() for r in found):
         text = "no run has a number of that name; a decimal sign is a point, such as 2.9"
         raise ConfigError("cannot_compare", f"--figure {figure}: {text}")
-    return found
+    return one_spelling(found)
 
 
 def _not_finite(rows: Sequence[Row], figure: str) -> str:
@@ -164,10 +161,15 @@ def _keys(runs: Iterable[OtherRun]) -> list[str]:
     return list(dict.fromkeys(k for run in runs for row in (run.values, *run.rows) for k in row))
 
 
-def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
-    """Return the figure that is judged.
+def figure_of(
+    runs: Sequence[OtherRun],
+    asked: Asked,
+    said: list[str],
+    question: str = "which figure is to be judged?",
+) -> str:
+    """Return the figure that is judged, or that is the loss of a law.
 
-    Raises ConfigError where it must be asked, and for what was asked for and no run has.
+    Raises ConfigError with the `question` where it must be asked, and for what no run has.
     """
     keys = _keys(runs)
     given = [("figure", asked.figure), ("seed", asked.seed), *(("by", key) for key in asked.by)]
@@ -189,7 +191,7 @@ def figure_of(runs: Sequence[OtherRun], asked: Asked, said: list[str]) -> str:
         return numbers[0]
     raise ConfigError(
         "missing_value",
-        f"which figure is to be judged? Name it, such as --figure {(numbers or ['val_loss'])[0]}; "
+        f"{question} Name it, such as --figure {(numbers or ['val_loss'])[0]}; "
         f"there are {listed(numbers, 20)}",
     )
 

@@ -118,6 +118,21 @@ def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
         llmexp.compare(tmp_path, sort="mine/nrm")
 
 
+def test_a_value_is_one_setting_however_it_is_spelled(tmp_path):
+    """100 of one run and 100.0 of another; a seed stays as it is, and so do other values."""
+    for name, value, seed in (("a", 100, 1), ("b", 100.0, 2), ("c", 200, 1), ("d", 200.0, 2)):
+        make_run(
+            tmp_path / name, seed=seed, own=int(value), model__mine=value, optimizer__lr=value / 10
+        )
+    labels = {run["label"] for run in llmexp.compare(tmp_path).data["runs"]}
+    assert labels == {"mine=100.0 lr=10.0", "mine=200.0 lr=20.0"}
+    lines = ("lr,seed,loss", "100,1,3.0", "100.0,2,3.1", "200,1,3.3", "2e2,2,3.4")
+    for name, rows in (("x.csv", lines[:3]), ("y.csv", (lines[0], *lines[3:]))):
+        (tmp_path / name).write_text("\n".join(rows))
+    tables = llmexp.compare(tmp_path / "x.csv", tmp_path / "y.csv", by=["lr"])
+    assert {run["label"] for run in tables.data["runs"]} == {"lr=100.0", "lr=200.0"}
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     offsets=st.lists(st.sampled_from([0.0, 1e-5, 0.0003, 0.01, 0.5]), min_size=2, max_size=5),
