@@ -71,9 +71,8 @@ check: .venv/.ready
 	touch $@
 
 docs: .venv/bin/mkdocs
-	mkdir -p build/pages/tests
+	mkdir -p build/pages
 	ln -sfn $(CURDIR)/*.md $(CURDIR)/docs $(CURDIR)/benchmarks build/pages/
-	ln -sfn $(CURDIR)/tests/faults build/pages/tests/
 	.venv/bin/python -m tools.reference build/pages/reference
 	.venv/bin/mkdocs build --strict
 
