@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.test_structure import MODULES
 from tools import packages
 
-FOLDERS = ("docs", "benchmarks/results", "tests/faults")
+FOLDERS = ("docs", "benchmarks/results")
 PAGES = [*ROOT.glob("*.md"), *(page for one in FOLDERS for page in (ROOT / one).rglob("*.md"))]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 TOUR = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
