@@ -133,7 +133,8 @@ def _compose_here(there: Any) -> None:
             ) from None
         refuse_code(cfg)
         values = [o for o in asked if o not in choices and not o.is_sweep_override()]
-        put(cfg, [o for o in values if not o.key_or_group.startswith(KEPT_BACK)])
+        swept = [o for o in asked if o.is_sweep_override() and not chooses(o)]
+        put(cfg, [o for o in values if not o.key_or_group.startswith(KEPT_BACK)], swept)
         refuse_files(cfg, choices)
         put(cfg, [o for o in values if o.key_or_group.startswith(KEPT_BACK)])
         note_overrides(cfg, asked)

@@ -44,10 +44,11 @@ _MOST = 18  # names in a list of what there is
 MAY_BE_EMPTY = ("data.sources", "data.val", "optimizer.reference", "optimizer.exponents")
 
 
-def put(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+def put(cfg: DictConfig, overrides: Sequence[Override], swept: Sequence[Override] = ()) -> None:
     """Put values into a config of the files and options that are chosen, one after the other.
 
-    Raises ConfigError for all keys that it does not have, and for a value that does not fit there.
+    Raises ConfigError for all keys that it does not have, those that are `swept` with them, and
+    for a value that does not fit there.
     """
     given, unknown_keys = [str(o.input_line) for o in overrides], dict[str, ConfigError]()
     for override in overrides:
@@ -59,6 +60,12 @@ def put(cfg: DictConfig, overrides: Sequence[Override]) -> None:
                     break
                 raise
             unknown_keys[str(error)] = error
+    for override in swept if unknown_keys else ():
+        try:
+            _check(override, override.get_key_element().lstrip("+~"), None, unresolved(cfg), given)
+        except ConfigError as error:
+            if error.kind == "unknown_key":
+                unknown_keys[str(error)] = error
     if unknown_keys:
         key = next(iter(unknown_keys.values())).key
         raise ConfigError("unknown_key", "\n".join(unknown_keys), key)
