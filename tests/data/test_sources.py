@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,13 @@ def test_bytes_stay_but_for_the_order_mark_and_empty_files_are_reported():
     corpus = text(val_ratio=0.0)
     assert bytes(all_ids(corpus.train)) == raw + BOM
     assert "2 empty ones left out" in corpus.description
+
+
+def test_the_same_file_in_both_is_a_warning():
+    write(a="a" * 30, copy="a" * 30, b="b" * 30)
+    (warning,) = text("a.txt", "copy.txt").warnings
+    assert "1 of its 1 are" in warning
+    assert not text("a.txt", "b.txt").warnings
 
 
 def test_the_fingerprint_follows_content_and_settings_not_places():
@@ -332,3 +340,18 @@ def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         built(stdlib, **knobs)
+
+
+def test_more_token_files_than_may_be_open_by_default(monkeypatch):
+    """Each is a map, which keeps its file open."""
+    for i in range(300):
+        np.save(f"{i:03}.npy", np.arange(20, dtype=np.uint16))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        assert len(tokens("*.npy").train) == 5400
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 350))
+        with pytest.raises(ValueError, match="300 token files are more than this process may open"):
+            tokens("*.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
