@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmexp.config.values import ConfigError
-from llmexp.system.fileio import file_state, sha256
+from llmexp.system.fileio import sha256
 
 OPENING = os.O_RDONLY | os.O_CLOEXEC
 
@@ -83,21 +81,11 @@ def open_undamaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
         order = sorted(expected, key=lambda file: -expected[file]["size"])
         found = {file: threads.submit(opened.fingerprint, file) for file in order}
     for file, wanted in expected.items():
+        wrong = "does not match the size and sha256 of its manifest"
         try:
-            whole = found[file].result() == wanted
-        except OSError as error:
-            raise CheckpointError("damaged_file", f"{file} cannot be read: {error}") from None
-        if not whole:
-            raise CheckpointError(
-                "damaged_file", f"{file} does not match the size and sha256 of its manifest"
-            )
-    return opened
-
-
-def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where a file that was read is no longer the one that was hashed."""
-    for file in files:
-        with contextlib.suppress(OSError):  # it may be gone
-            if file_state(file) == before[file]:
+            if found[file].result() == wanted:
                 continue
-        raise CheckpointError("damaged_file", f"{file} was changed while it was read; resume again")
+        except OSError as error:
+            wrong = f"cannot be read: {error}"
+        raise CheckpointError("damaged_file", f"{file} {wrong}")
+    return opened

@@ -35,7 +35,6 @@ from llmexp.checkpoint.hashes import (
     CheckpointError,
     OpenFiles,
     open_undamaged,
-    refuse_changed,
 )
 from llmexp.checkpoint.slices import (
     Box,
@@ -109,16 +108,15 @@ def newest_whole(
     found = [path for path in checkpoint_folders(root) if step in (None, step_of(path))]
     share = (0, 1) if joined is None else (joined.rank, joined.world_size)
     for path in reversed(found):
-        loaded = None
+        loaded, wrong = None, "damaged, as another rank found, and not used"
         try:
             loaded = read_checkpoint(path, kinds, share)
         except CheckpointError as error:
-            warn(f"checkpoint {path.name} is damaged and not used: {error}")
+            wrong = f"damaged and not used: {error}"
         bad = loaded is None
         if not (bad if joined is None else any_rank(joined, bad)[0]):
             return loaded
-        if loaded is not None:
-            warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
+        warn(f"checkpoint {path.name} is {wrong}")
     if found:
         raise CheckpointError(
             "damaged_file",
@@ -144,15 +142,13 @@ def read_checkpoint(
     step, files = manifest["step"], sorted(manifest["files"].items())
     seen: dict[Path, tuple[int, ...]] = {}
     hashed: dict[Path, dict[str, Any]] = {}
-    if bad := [name[:100] for name, _ in files if not FILE_NAME.fullmatch(name)]:
-        raise CheckpointError(
-            "damaged_file",
-            f"{path / MANIFEST} names {bad[0]!r}, which is not a file of a checkpoint",
-        )
     if kinds is None:
         there = {re.split(r"[-.]", name)[0] for name, _ in files if name != STATE}
         kinds = (*_NEEDED, *sorted(there - {*_NEEDED}))
     for number, (name, expected) in enumerate(files):
+        if not FILE_NAME.fullmatch(name):
+            text = f"names {name[:100]!r}, which is not a file of a checkpoint"
+            raise CheckpointError("damaged_file", f"{path / MANIFEST} {text}")
         file = path / name
         try:
             seen[file] = file_state(file)
@@ -203,19 +199,18 @@ def _pieces(
 
     Raises ValueError where the pieces do not make up the tensors."""
     files, index = manifest["files"], manifest.get("index")
-    found: dict[str, dict[str, list[StoredPiece]]] = {kind: {} for kind in kinds}
     if not all(any(n.startswith(k) for n in files) for k in kinds if k in _NEEDED):
         raise ValueError("the manifest names no file with tensors")
     if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")
+    found, entries = dict[str, dict[str, list[StoredPiece]]](), json.loads(str(index))
     for kind in kinds:
-        for name, entries in json.loads(str(index)).get(kind, {}).items():
-            found[kind][name] = [read_index_entry(path, entry, files) for entry in entries]
-    for pieces in found.values():
-        for name, parts in pieces.items():
-            full = parts[0].shape
-            if sum(math.prod(p.size) for p in parts) != math.prod(full):
+        found[kind] = {}
+        for name, of_ranks in entries.get(kind, {}).items():
+            parts = [read_index_entry(path, entry, files) for entry in of_ranks]
+            if sum(math.prod(p.size) for p in parts) != math.prod(full := parts[0].shape):
                 raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
+            found[kind][name] = parts
     return found
 
 
@@ -288,10 +283,10 @@ def _fill(loaded: Loaded, wanted: Iterable[tuple[Piece, list[StoredPiece]]]) -> 
         try:
             read = functools.partial(loaded.open_files.read, file)
             used = [copy_overlap(own, piece, read) for own, piece in pairs]
+            if any(used) and file_state(file) != loaded.seen[file]:
+                raise ValueError("it was changed while it was read; resume again")
         except Exception as error:
             raise CheckpointError("damaged_file", f"{file} cannot be read: {error}") from None
-        if any(used):
-            refuse_changed([file], loaded.seen)
         loaded.open_files.close(file)
 
 

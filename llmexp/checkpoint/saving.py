@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from llmexp.checkpoint.folders import MANIFEST, checkpoint_folder, checkpoint_folders, step_of
 from llmexp.checkpoint.hashes import fingerprint
 from llmexp.checkpoint.loading import CHECKPOINT_FORMAT, NOT_RESTORED, STATE
-from llmexp.checkpoint.slices import Piece, is_writer, named_tensors, names_by_id, piece_of
+from llmexp.checkpoint.slices import Piece, named_tensors, names_by_id, piece_of, writes_split
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.mesh.split import is_split
@@ -90,12 +90,14 @@ def snapshot(
     files: dict[str, dict[str, Piece]] = {}
     looked: dict[str, Tensor] = {}  # by kind and name
     for kind, named in tensors.items():
-        own = {name: piece_of(t) for name, t in named.items() if is_writer(t, rank)}
-        # of an uneven cut some ranks hold nothing
-        own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
-        looked |= {f"{kind} {name}": p.local for name, p in own.items()}
-        if copy:
-            own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
+        own: dict[str, Piece] = {}
+        for name, t in named.items():
+            p = piece_of(t)
+            # of an uneven cut some ranks hold nothing
+            holds = p.local.numel() or 0 in p.shape
+            if holds and (writes_split(t) if is_split(t) else rank == 0):
+                looked[f"{kind} {name}"] = p.local
+                own[name] = replace(p, local=_to_host(p.local)) if copy else p
         if own or rank == 0:
             files[f"{kind}{suffix}.safetensors"] = own
     others = other_buffers(model)
@@ -118,11 +120,12 @@ def _not_finite(
     of an optimizer that is none of ours, as in a smallest value so far; not in weights, of which
     such a state may hold a copy. The norm of finite values may overflow.
     """
-    real = {
-        k: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for k, t in looked.items()
-    }
-    # types of one byte are codes, whose scales are tensors of their own
-    real = {k: t for k, t in real.items() if t.is_floating_point() and t.itemsize > 1}
+    real = dict[str, Tensor]()
+    for place, t in looked.items():
+        t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+        # types of one byte are codes, whose scales are tensors of their own
+        if t.is_floating_point() and t.itemsize > 1:
+            real[place] = t
     norms = [torch.linalg.vector_norm(t) for t in real.values()]  # the host waits for all of them
     found = []
     for norm, (place, t) in zip(map(float, norms), real.items(), strict=True):
@@ -213,9 +216,9 @@ def commit_checkpoint(
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
-        about = {"format": CHECKPOINT_FORMAT, "step": step, "kept": kept, **meta}
+        about = {"format": CHECKPOINT_FORMAT, "step": step, "kept": kept, **meta, "files": files}
         sealed = {"index_sha256": hashlib.sha256(index.encode()).hexdigest(), "index": index}
-        write_json(temporary / MANIFEST, about | {"files": files} | sealed)
+        write_json(temporary / MANIFEST, about | sealed)
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
         if replaced := final.exists():  # such as a damaged one, which no resume took
@@ -229,8 +232,13 @@ def commit_checkpoint(
             raise
         flush_to_disk(root)
     shutil.rmtree(old, ignore_errors=True)
-    if len(kept) == keep:
-        _remove_before(root, kept[0], keep_every)
+    for older in checkpoint_folders(root) if len(kept) == keep else ():
+        number = step_of(older)
+        stays = keep_every is not None and number > 0 and number % keep_every == 0
+        if number < kept[0] and not stays:
+            with contextlib.suppress(OSError):
+                (older / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(older)
     return final
 
 
@@ -252,16 +260,6 @@ def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], str]:
         if (temporary / name).stat().st_size != expected["size"]:
             raise OSError(f"{temporary / name} does not have the size that its rank has written")
     return files, json.dumps(index, separators=(",", ":"))
-
-
-def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
-    for found in checkpoint_folders(root):
-        number = step_of(found)
-        stays = keep_every is not None and number > 0 and number % keep_every == 0
-        if number < step and not stays:
-            with contextlib.suppress(OSError):
-                (found / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(found)
 
 
 def remove_leftovers(root: Path) -> None:

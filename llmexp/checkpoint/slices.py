@@ -116,19 +116,14 @@ def _piece_of_split(tensor: Tensor) -> Piece:
     return Piece(local, shape, tuple(offset))
 
 
-def is_writer(tensor: Tensor, rank: int) -> bool:
+def writes_split(tensor: Any) -> bool:
     """Return whether this rank, of those that hold the same piece, is the one that writes it.
 
     Of a tensor that tensor parallelism leaves whole, each tensor-parallel rank has a copy, sharded
-    by FSDP: the one that rank 0 has a part of is written. Rank 0 writes what is not sharded at all.
+    by FSDP: the one that rank 0 has a part of is written.
     """
-    return _writes_split(tensor) if is_split(tensor) else rank == 0
-
-
-def _writes_split(tensor: Any) -> bool:
-    sharded: Any = tensor
-    mesh = sharded.device_mesh
-    axes = zip(sharded.placements, mesh.get_coordinate(), strict=True)
+    mesh = tensor.device_mesh
+    axes = zip(tensor.placements, mesh.get_coordinate(), strict=True)
     return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool(
         (mesh.mesh == 0).any()
     )

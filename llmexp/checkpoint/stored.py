@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmexp.checkpoint.slices import TYPES, Piece, StoredPiece
 
@@ -42,7 +41,9 @@ def read_index_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> S
 
 
 def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:
-    """Copy what a stored piece has of our box; return whether `read` was needed for it."""
+    """Copy what a stored piece has of our box; return whether `read` was needed for it.
+
+    It takes some whole rows of the piece at a time."""
     low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]
     ends = zip(own.offset, own.local.shape, piece.offset, piece.size, strict=True)
     high = [min(a + n, b + m) for a, n, b, m in ends]
@@ -58,13 +59,7 @@ def copy_overlap(own: Piece, piece: StoredPiece, read: Read) -> bool:
         target.copy_(stored.view(piece.size)[there])
         return False
     if not piece.size:
-        target, here, there = target.view(1), (slice(0, 1),), (slice(0, 1),)
-    _copy_rows(target, piece, there, read)
-    return True
-
-
-def _copy_rows(target: Tensor, piece: StoredPiece, there: tuple[slice, ...], read: Read) -> None:
-    """Copy the box `there` of a stored piece, some whole rows of the piece at a time."""
+        target, there = target.view(1), (slice(0, 1),)
     size = piece.size or (1,)
     width = math.prod(size[1:]) * piece.dtype.itemsize  # bytes of a row
     direct = target.device.type == "cpu" and target.dtype == piece.dtype
@@ -77,3 +72,4 @@ def _copy_rows(target: Tensor, piece: StoredPiece, there: tuple[slice, ...], rea
         read(data, piece.at + (there[0].start + first) * width)
         if not direct:
             part.copy_(room[(slice(None), *there[1:])])
+    return True
