@@ -344,9 +344,7 @@ def solve(
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     tokens = (budget.total_sequences - facts.begin.sequences) * length
     max_tokens = tokens + facts.begin.tokens
-    by_model = any(
-        value is not None for value in (config.train.max_flops, config.train.tokens_per_parameter)
-    )
+    by_model = config.train.max_flops or config.train.tokens_per_parameter
     return Run(
         **vars(facts),
         micro_batch_size=batch.micro_batch_size,

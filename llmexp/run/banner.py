@@ -18,10 +18,10 @@ def batch_equation(run: Run) -> str:
 
 
 def _stage_texts(run: Run) -> list[str]:
-    """Return each stage of a ramp in words; none without a ramp."""
+    """Return each stage of a ramp in words."""
     ends = [stage.first_step for stage in run.stages[1:]] + [run.max_steps]
     texts = []
-    for stage, end in zip(run.stages, ends, strict=True) if run.ramp else ():
+    for stage, end in zip(run.stages, ends, strict=True):
         size, accumulation = stage.real_batch_size, stage.gradient_accumulation_steps
         text = (
             f"from token {run.tokens_at(stage.first_step):,} on {size} sequences a step, "
@@ -86,20 +86,20 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         budget += f"; {run.dropped_sequences} sequences that fill no step are left out"
     if run.budget_given:
         budget += f"; {run.budget_given}"
-    train = (
-        f"{run.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
-    )
-    rest = run.train_tokens - 1 - run.train_sequences * run.sequence_length  # 1: a last target
+    length = run.sequence_length
+    train = f"{run.train_tokens:,} tokens, {run.train_sequences:,} sequences of {length:,}"
+    rest = run.train_tokens - 1 - run.train_sequences * length  # 1: a last target
     if rest and not run.sources:
         train += f", {plural(rest, 'token')} left over"
     val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
-    if run.val_sequences and run.eval_sequences < run.val_sequences:
+    if run.eval_sequences < run.val_sequences:
         val += f", of which an evaluation reads {run.eval_sequences:,}"
     flops = None
     if run.total_flops is not None and run.flops_per_token is not None:
         of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
         flops = f"{run.total_flops:.3e} = {run.flops_per_token:,} per token x {of}"
     active = f", {run.parameters_active:,} of them active" if run.parameters_active else ""
+    reason = f" ({run.precision_reason})" if run.precision_reason else ""
     rows: list[tuple[str, str | None]] = [
         ("data", f"{run.data}; tokenizer {run.tokenizer}"),
         ("train", train),
@@ -110,7 +110,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("begins with", run.initial),
         ("forks from", _parent_text(run.parent) if run.parent else None),
         ("batch", batch_equation(run)),
-        *[("stage", text) for text in _stage_texts(run)],
+        *[("stage", text) for text in (_stage_texts(run) if run.ramp else ())],
         ("budget", budget),
         ("rule", run.rule),
         ("width", run.parametrization),
@@ -119,10 +119,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("FLOPs", flops),
         ("device", f"{run.device_name} ({run.device})"),
         ("ranks", ranks_sentence(run) if run.world_size > 1 else None),
-        (
-            "precision",
-            f"{run.precision} ({run.precision_reason})" if run.precision_reason else run.precision,
-        ),
+        ("precision", f"{run.precision}{reason}"),
         ("compile", run.compiled),
         ("memory", run.memory),
     ]

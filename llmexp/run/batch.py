@@ -38,11 +38,10 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     if isinstance(micro, str):
         micro, accum = _uncut(batch, dp_size), 1
     if real is None:
-        micro = DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
-        accum = 1 if accum is None else accum
+        micro, accum = micro or DEFAULT_MICRO_BATCH_SIZE, accum or 1
         real = micro * accum * dp_size
     elif micro is None:
-        accum = 1 if accum is None else accum
+        accum = accum or 1
         micro = _divide(
             real, accum * dp_size, f"gradient_accumulation_steps {accum} x dp_size {dp_size}"
         )

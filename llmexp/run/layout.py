@@ -61,38 +61,27 @@ def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
 
     Raises ConfigError for what does not divide.
     """
-    world, tp, replicas = p.nnodes * nproc_per_node, p.tensor_parallel_size, p.replicate_size
+    world, replicate, tp = p.nnodes * nproc_per_node, 1, 1
     if p.kind == "single" and world > 1:
         key, value = ("nnodes", p.nnodes) if p.nnodes > 1 else ("nproc_per_node", nproc_per_node)
         text = "parallelism=single has one rank; for more use parallelism=ddp"
         raise refuse("wrong_ranks", f"parallelism.{key}", value, text, 1)
-    match p.kind:
-        case "ddp":
-            replicate, shard, tp = world, 1, 1
-        case "fsdp":
-            replicate, shard, tp = 1, world, 1
-        case "hsdp":
-            replicate, tp = replicas or p.nnodes, 1
-            shard = _ranks_over(world, replicate, "parallelism.replicate_size")
-        case "tp":
-            replicate, shard, tp = 1, 1, tp or world
-            if tp != world:
-                text = f"parallelism=tp splits each layer over all {world} ranks"
-                text += "; for less use parallelism=fsdp_tp"
-                raise refuse("wrong_ranks", "parallelism.tensor_parallel_size", tp, text, world)
-        case "fsdp_tp":
-            replicate, tp = 1, tp or nproc_per_node
-            shard = _ranks_over(world, tp, "parallelism.tensor_parallel_size")
-        case _:
-            replicate, shard, tp = 1, 1, 1
-    return Layout(p.nnodes, nproc_per_node, replicate, shard, tp)
-
-
-def _ranks_over(world: int, size: int, key: str) -> int:
+    key = "parallelism.tensor_parallel_size"
+    if p.kind == "ddp":
+        replicate = world
+    elif p.kind == "hsdp":
+        key, replicate = "parallelism.replicate_size", p.replicate_size or p.nnodes
+    elif p.kind == "fsdp_tp":
+        tp = p.tensor_parallel_size or nproc_per_node
+    elif p.kind == "tp" and (tp := p.tensor_parallel_size or world) != world:
+        text = f"parallelism=tp splits each layer over all {world} ranks"
+        text += "; for less use parallelism=fsdp_tp"
+        raise refuse("wrong_ranks", key, tp, text, world)
+    size = replicate * tp
     if world % size:
         divisor = max(n for n in range(1, size) if world % n == 0)
         raise refuse("wrong_ranks", key, size, f"does not divide the {world} ranks", divisor)
-    return world // size
+    return Layout(p.nnodes, nproc_per_node, replicate, world // size, tp)
 
 
 def check_tokens(length: int, tp: int) -> None:
