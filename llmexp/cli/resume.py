@@ -81,14 +81,12 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):
         raise ConfigError("unsupported", f"{own}: a resumed run keeps its folder; leave this out")
     with contextlib.closing(worker.Worker()) as waiting:
-        config = app.composed_over(path, overrides)
+        config = app.composed_over(path, overrides, note=child.say)
         if budget and all(getattr(config.train, name) is None for name in NO_BUDGET):
             raise refuse("missing_value", min(budget), None, "is not a budget to train on to", 600)
         security.refuse_secrets(list(overrides), "the command line")
-        for line in security.fill_tracker({"tracker": plain(config)["tracker"]}):
-            child.say(line)
-        for part in features.parts("cli"):
-            part.check_resume(config, path, given)
+        for check in features.offered("cli", "check_resume", config):
+            check(config, path, given)
         config = with_knobs(config, checkpoint={"resume": "must"})
         request = {"config": plain(config), "folder": str(path), "fixed": True}
         request |= {key: recorded.get(key) for key in rundir.RECORDED}

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def say_tracker(cfg: DictConfig, points: bool = False) -> None:
-    """Print which of wandb's variables are set and not used.
-
-    Raises ConfigError for one run's id in a sweep."""
-    from omegaconf import OmegaConf
-
-    from llmexp.compose.security import fill_tracker
-
-    if points and cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
-        text = (
-            "is the id of one run, and a sweep has several; unset it (wandb agent: "
-            "its command has no -m)"
-        )
-        raise refuse("conflict", "WANDB_RUN_ID", run_id, text)
-    for line in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
-        say(line)
-
-
 def train(
     line: CommandLine = (),
     *,
@@ -87,10 +69,9 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.close()
                 return _sweep(args, cfg)
-            config = app.typed_config(cfg)
+            config = app.typed_config(cfg, note=say)
             wanted, fixed = app.run_folder(cfg, args.overrides)
         refuse_secrets(args.overrides, "the command line")
-        say_tracker(cfg)
         if not args.create_only:
             app.refuse_hosts(config)
         request = {
@@ -110,13 +91,23 @@ def _start_run(args: argparse.Namespace) -> tuple[int, Path | None]:
 
 def _sweep(args: argparse.Namespace, cfg: DictConfig) -> tuple[int, Path | None]:
     """Train all points of a sweep: see `_start_run`."""
+    from omegaconf import OmegaConf
+
     from llmexp.compose.forking import with_steps
+    from llmexp.compose.security import fill_tracker
     from llmexp.sweep.main import sweep
 
     if args.create_only:
         text = "makes the folder of one run; for a sweep use hydra/launcher=slurm"
         raise ConfigError("unsupported", f"--create-only: {text}")
-    say_tracker(cfg, points=True)
+    if cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
+        text = (
+            "is the id of one run, and a sweep has several; unset it (wandb agent: "
+            "its command has no -m)"
+        )
+        raise refuse("conflict", "WANDB_RUN_ID", run_id, text)
+    for unused in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
+        say(unused)
     given, words = (with_steps(a, args.overrides) for a in (args.overrides, args.words))
     return sweep(cfg, given, words)
 

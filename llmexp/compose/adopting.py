@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from llmexp.compose.overrides import COMMAND_LINE, key_of, layers, typed_in
+from llmexp.compose.overrides import COMMAND_LINE, Layer, key_of, layers
 from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
 from llmexp.config.variables import fill
 from llmexp.run.batch import CUT_KEYS
@@ -16,16 +16,19 @@ from llmexp.run.rules import BATCH_KEYS, keys_set
 SHAPE = (*SHAPE_KEYS, "head_dim")
 
 
-def adopt(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
+def adopt(tree: dict[str, Any], cfg: DictConfig, typed: Sequence[str], saved: bool) -> None:
     """Put what follows from given values into the plain config, where nobody has given it.
 
-    `saved`: the config is composed over that of a run, where it was decided, unless what it follows
-    from is given anew."""
-    _follow_ramp(tree, cfg)
+    `typed`: the overrides that it is composed with. `saved`: it is composed over the config of a
+    run, where this was decided, unless what it follows from is given anew."""
+    given = set(map(key_of, typed))
+    if "batch.ramp" in given:
+        _follow_ramp(tree.get("batch"), given)
     model, optimizer = tree.get("model"), tree.get("optimizer")
     if isinstance(model, dict):
         if not saved:
-            _follow_width(model, cfg)
+            if any("d_model" in word or "experiment" in word for word in typed):
+                _follow_width(model, layers(cfg), given)
             if isinstance(model.get("init_from"), str):
                 _take_sizes(model, cfg)
         if (model.get("size") or model.get("depth")) is not None:
@@ -39,10 +42,9 @@ def adopt(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
         _leave_rule_open(tree, cfg, saved)
 
 
-def _follow_ramp(tree: dict[str, Any], cfg: DictConfig) -> None:
+def _follow_ramp(batch: Any, given: set[str]) -> None:
     """Leave the sizes open that follow from a batch ramp of the command line, but those given."""
-    given, batch = set(map(key_of, typed_in(cfg))), tree.get("batch")
-    if "batch.ramp" in given and isinstance(batch, dict) and batch.get("ramp") is not None:
+    if isinstance(batch, dict) and batch.get("ramp") is not None:
         for name in ("real_batch_size", "tokens_per_step", "gradient_accumulation_steps"):
             if f"batch.{name}" not in given:
                 batch[name] = None
@@ -66,19 +68,16 @@ def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
             model[key] = theirs
 
 
-def _follow_width(model: dict[str, Any], cfg: DictConfig) -> None:
+def _follow_width(model: dict[str, Any], there: Sequence[Layer], given: set[str]) -> None:
     """Keep the ratio of MLP and experts to the width of the model where that alone is given."""
-    typed = typed_in(cfg)
-    if not any("d_model" in word or "experiment" in word for word in typed):
-        return
-    for name in {"d_ff", "d_expert"}.difference(key_of(t).removeprefix("model.") for t in typed):
+    for name in ("d_ff", "d_expert"):
         width: Any = None
         beside: Any = None  # the width where the one inside is listed
-        for layer in layers(cfg):
+        for layer in there:
             width = layer.values.get("model.d_model", width)
             beside = width if f"model.{name}" in layer.values else beside
-        inner = model.get(name)
-        if width != beside and all(type(n) is int and n > 0 for n in (inner, beside, width)):
+        inner, free = model.get(name), width != beside and f"model.{name}" not in given
+        if free and all(type(n) is int and n > 0 for n in (inner, beside, width)):
             model[name] = round(inner / beside * width)
 
 

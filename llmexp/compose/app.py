@@ -78,6 +78,10 @@ from llmexp.system.child import handling
 CONFIG_NAME = "config"
 
 
+def _quiet(text: str) -> None:
+    """Leave a note out."""
+
+
 @contextmanager
 def hydra_app(
     config_dir: str | None,
@@ -268,10 +272,15 @@ def section(cfg: DictConfig, name: str) -> Any:
         return OmegaConf.to_container(cfg[name], resolve=True, throw_on_missing=True)
 
 
-def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = None) -> Config:
+def composed_over(
+    run: Path,
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    note: Callable[[str], Any] = _quiet,
+) -> Config:
     """Return the config of a run with overrides over it, which may choose options of groups.
 
-    Raises ConfigError, also for several values."""
+    `note`: see `typed_config`. Raises ConfigError, also for several values."""
     overrides = list(map(as_text, overrides))
     for override in parsed(overrides):
         if override.is_sweep_override():
@@ -282,44 +291,51 @@ def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = 
     with hydra_app(config_dir, overrides, run=run) as hydra:
         cfg, multirun = compose(hydra, overrides)
         refuse_unused(overrides, multirun)
-        return typed_config(cfg, run)
+        return typed_config(cfg, run, note)
 
 
-def typed_config(cfg: DictConfig, run: Path | None = None) -> Config:
+def typed_config(
+    cfg: DictConfig, run: Path | None = None, note: Callable[[str], Any] = _quiet
+) -> Config:
     """Return plain, checked dataclasses from a composed config: OmegaConf stops here.
 
-    `run` is the run whose config was composed over, to go on with it. Raises ConfigError."""
-    refuse_code(cfg)
+    `run` is the run whose config was composed over, to go on with it. `note` gets a line for each
+    of wandb's variables that is set and not used. Raises ConfigError."""
     # hydra's own has values that only a sweep fills; how a command works is no part of a run
-    keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare", "plan")]
+    beside = ("hydra", "sweep", "prepare", "plan")
     with user_errors(cfg), variables_kept():
-        tree: dict[str, Any] = {key: cfg[key] for key in keys}
+        tree: dict[str, Any] = {str(key): cfg[key] for key in cfg if key not in beside}
         for key, node in tree.items():
             if OmegaConf.is_config(node):
                 tree[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    fill_tracker(tree)
+    for line in fill_tracker(tree):
+        note(line)
     refuse_secrets(tree)
     fill_names(tree, cfg)
     if "experiment" in tree:
         raise _unplaced(cfg)
     given = typed_in(cfg)
-    replace_budgets(tree, given)
+    budgets = replace_budgets(tree, given)
+    keys = list(map(key_of, given))
+    # these, and an option of a group, may ask for another cut of the batch
+    recuts = any("." not in key or key.startswith(("batch.", "parallelism.")) for key in keys)
     fork, beneath = tree.get("fork"), run
     is_fork = run is None and isinstance(fork, dict) and fork.get("run") is not None
     if is_fork or run is not None:
         beneath = run or forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
-        if is_fork or given:
+        if is_fork or budgets or recuts:
             forking.follow(tree, given, beneath, fork=is_fork)
-    adopt(tree, cfg, saved=beneath is not None)
-    config = build({str(k): v for k, v in tree.items()})
-    if beneath is not None:
+    adopt(tree, cfg, given, saved=beneath is not None)
+    config = build(tree)
+    if beneath is not None and recuts:
         config = forking.recut(config, given)
-    refuse_dead(cfg, config, chosen=beneath is None)
+    refuse_dead(cfg, config, given, chosen=beneath is None)
     if FOLDER_NAME.fullmatch(config.name) is None or len(os.fsencode(config.name)) > 240:
-        text = "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its"
-        text += " start"
-        way = "hydra.run.dir takes any path"
-        raise refuse("wrong_type", "name", repr(config.name[:100]), f"{text}; {way}", "my_run")
+        text = (
+            "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its "
+            "start; hydra.run.dir takes any path"
+        )
+        raise refuse("wrong_type", "name", repr(config.name[:100]), text, "my_run")
     return config
 
 
@@ -332,14 +348,13 @@ def _unplaced(cfg: DictConfig) -> ConfigError:
     return ConfigError("idle_knob", f"experiment={choice}: {source} {line}; {text}", "experiment")
 
 
-def refuse_dead(cfg: DictConfig, config: Config, chosen: bool) -> None:
+def refuse_dead(cfg: DictConfig, config: Config, typed: Sequence[str], chosen: bool) -> None:
     """Raise ConfigError for a knob that does nothing where it is set.
 
-    That is on the command line to any value but null, and in a file to a value of its own. What
-    was not `chosen` now, but is the config of an earlier run, is let be."""
-    flat, given = flatten(sections.plain(config)), set[str]()
-    for override in parsed(typed_in(cfg)):
-        given |= set_by(override).keys()
+    That is on the command line, `typed` to any value but null, and in a file to a value of its own.
+    What was not `chosen` now, but is the config of an earlier run, is let be."""
+    flat = flatten(sections.plain(config))
+    given = {key for override in parsed(typed) for key in set_by(override)}
     for key, (why, instead) in dead(flat).items():
         set_now = key in given or (chosen and not _is_default(cfg, key, flat))
         if flat[key] is not None and set_now:

@@ -76,11 +76,9 @@ def convert_section(cls: type[_T], mapping: Any, prefix: str) -> _T:
             raise _unknown(f"{prefix}{key}", str(key), fields)
     hints, values = _types(typing.cast(type, cls)), {}
     for key, field in fields.items():
-        knob = field.metadata.get("knob", Knob("a section"))
-        if key in mapping:
-            values[field.name] = convert_value(hints[field.name], mapping[key], prefix + key, knob)
-        elif dataclasses.is_dataclass(hints[field.name]):
-            values[field.name] = convert_value(hints[field.name], {}, prefix + key, knob)
+        knob, kind = field.metadata.get("knob", Knob("a section")), hints[field.name]
+        if key in mapping or dataclasses.is_dataclass(kind):
+            values[field.name] = convert_value(kind, mapping.get(key, {}), prefix + key, knob)
         elif knob.default is NO_DEFAULT:
             raise ConfigError("missing_value", f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)

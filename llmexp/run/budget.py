@@ -47,12 +47,15 @@ def budgets_in(overrides: Iterable[str]) -> list[str]:
     return [key for key, value in pairs if key in BUDGETS and value != "null"]
 
 
-def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
-    """Set the budgets in the files of a composed config to null where an override gives one."""
+def replace_budgets(tree: Any, overrides: Iterable[str]) -> list[str]:
+    """Set the budgets in the files of a composed config to null where an override gives one.
+
+    Return those that are given."""
     given = budgets_in(overrides)
     for key in BUDGETS if given and isinstance(tree.get("train"), dict) else ():
         if key not in given:
             tree["train"][key.removeprefix("train.")] = None
+    return given
 
 
 def sized_by(flat: Mapping[str, Any]) -> str:
@@ -152,10 +155,9 @@ def _one_budget(train: Train) -> tuple[str, Any]:
     given = {key: value for key, value in every.items() if value is not None}
     if len(given) > 1:
         named = ", ".join(f"{k}={v}" for k, v in given.items())
-        text = f"{named}: one budget is needed, not {len(given)}; leave the others out"
-        raise ConfigError(
-            "conflict", text.replace("the others", "one") if len(given) == 2 else text
-        )
+        rest = "one" if len(given) == 2 else "the others"
+        text = f"{named}: one budget is needed, not {len(given)}; leave {rest} out"
+        raise ConfigError("conflict", text)
     return next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
 
 
