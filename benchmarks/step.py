@@ -136,9 +136,7 @@ def ratio(
         folder.record_run(Path(path), parts, {})
         out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
         try:
-            worker.run_training(
-                Path(path), parts, mesh.join("cpu", "single", 1, 1, 1), lambda: None
-            )
+            worker.run_training(Path(path), parts, mesh.join("cpu", "single", 1, 1, 1))
         finally:
             sys.stdout, (loop.report_step, loop.show_rows) = out, originals
         rows = read_rows(Path(path) / rundir.METRICS)

@@ -265,8 +265,9 @@ def _trained(config: Config) -> tuple[str, list[float]]:
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
     digest, figures, updates = hashlib.sha256(), [], 0
-    out = SimpleNamespace(main=False, console=SimpleNamespace(line=lambda text: None))
-    loop = SimpleNamespace(progress=Progress(), run=parts.run, parts=parts, out=out)
+    console = SimpleNamespace(line=lambda text: None)
+    known = {"parts": parts, "run": parts.run, "main": False, "console": console}
+    loop = SimpleNamespace(progress=Progress(), **known)
     for feature in s.features:
         feature.loop = loop
     for number, window in enumerate(read_ahead(parts, s.mesh, 0)):

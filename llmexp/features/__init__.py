@@ -4,12 +4,13 @@ The files of a feature are named after the packages that they extend. A package 
 `parts` and names none of them; a feature is removed by its folder, its line in FEATURES, and those
 of its knobs in conf/.
 
-config     its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it; the
-           `KEYS` of its figures in the rows; `OFF`: values that turn it off in proofs; knobs that
-           change neither time nor memory of a step (`NO_WORK`), or only by being set or not
-           (`SOMETIMES`); `Status`: its kinds in status.json; `WEIGHTS`: what checkpoints hold of it
-           that takes the place of the model's weights, in words, and what asks for it;
-           `copies_of_weights` that it keeps, for the memory of a run; `CLIP_RULES` that it adds
+config     its `Knobs`, which join the section `SECTION`; whether a config has `asked` for it (each
+           has, where that is not there); the `KEYS` of its figures in the rows; `OFF`: values that
+           turn it off in proofs; knobs that change neither time nor memory of a step (`NO_WORK`),
+           or only by being set or not (`SOMETIMES`); `Status`: its kinds in status.json;
+           `WEIGHTS`: what checkpoints hold of it that takes the place of the model's weights, in
+           words, and what asks for it; `COPIES_OF_WEIGHTS` that it keeps, for the memory of a run;
+           `CLIP_RULES` that it adds
 train      `make`: the `train.feature.Feature`; imported where a run asks for it, and only there
 assembly   `check`: refuses a config before anything is built; `prepare`: what is built with its
            data; what of that is `fixed` in checkpoints, and whether they are of an `other` run;
@@ -18,7 +19,8 @@ assembly   `check`: refuses a config before anything is built; `prepare`: what i
 rule       `RULES` of clipping, of which a run takes one
 compare    its `COLUMNS`, and what it finds in the folder of a run and says of settings
 folders    `start`, beside that of a process that makes runs; `record`, into the folder of each;
-           `look_back`: what a run that goes on removes of its steps after the checkpoint
+           what it has `LEFT` there, by its name, and `look_back`: what a run that goes on removes
+           of that, of its steps after the checkpoint
 page       `section`: a section of the page
 tracker    `BESIDE`: files of lines beside metrics.jsonl, and what a tracker gets of a line
 forecast   `counts`: how often it acts, for the time that a run takes, and its `WORDS`
@@ -83,7 +85,7 @@ def asked_for(config: Any, package: str) -> Iterator[Any]:
     """Yield the modules in a package of those that a config asks for; no other is imported."""
     for name in FEATURES:
         asked = getattr(part(name, "config"), "asked", None)
-        if asked and asked(config) and (there := part(name, package)):
+        if (asked is None or asked(config)) and (there := part(name, package)):
             yield there
 
 
@@ -95,13 +97,9 @@ def offered(package: str, name: str, config: Any = None) -> list[Any]:
     return [getattr(part, name) for part in there if hasattr(part, name)]
 
 
-def answers(package: str, name: str, config: Any, *given: Any) -> dict[str, Any]:
-    """Return what functions of the features that a config asks for answer with, as one mapping."""
-    found = (of(*given) for of in offered(package, name, config))
-    return {key: value for one in found for key, value in one.items()}
+def merged(package: str, name: str, *given: Any, config: Any = None) -> dict[str, Any]:
+    """Return mappings of a name in a package, or those that functions answer with, as one.
 
-
-def merged(package: str, name: str, *given: Any) -> dict[str, Any]:
-    """Return mappings of a name in a package, or those that functions answer with, as one."""
-    found = (of(*given) if callable(of) else of for of in offered(package, name))
+    `config`: of those that it asks for alone."""
+    found = (of(*given) if callable(of) else of for of in offered(package, name, config))
     return {key: value for one in found for key, value in one.items()}

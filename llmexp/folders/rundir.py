@@ -135,14 +135,12 @@ def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
     word = f"{key}=" if "." in key else f"{key} ".lstrip()
     existing = next((p for p in (wanted, *wanted.parents) if p.exists()), wanted)
     if not existing.is_dir():
-        raise ConfigError(
-            "disk", f"{word}{wanted}: {existing} is not a folder; for example {word}outputs/try1"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "disk", f"{word}{wanted}: {existing} cannot be written; for example {word}/tmp/try1"
-        )
-    return existing
+        wrong, other = "is not a folder", "outputs/try1"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        wrong, other = "cannot be written", "/tmp/try1"
+    else:
+        return existing
+    raise ConfigError("disk", f"{word}{wanted}: {existing} {wrong}; for example {word}{other}")
 
 
 def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:

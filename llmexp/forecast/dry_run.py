@@ -210,8 +210,7 @@ def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
     window = Window(
         every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
     )
-    for act in setup.features.on("backward_start"):
-        act(window)
+    setup.features.at("backward_start", window)
     train_step(setup, window, lambda: 0)
 
 

@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
                     blocks.held(p).fill_(0.0 if last == "bias" else 1.0)
                 elif isinstance(module, nn.Linear | nn.Embedding | Weights):
                     std = self.initial_std(f"{prefix}.{last}")
-                    draw = functools.partial(_normal, std)
+                    draw = functools.partial(Tensor.normal_, std=std)
                     # in fp32 whatever the parameters' dtype, which then differ in rounding alone
                     for part, values in blocks.drawn(p, draw, torch.float32):
                         part.copy_(values)
@@ -341,10 +341,6 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:  # ours begin at 0
                 module.register_buffer(name, torch.zeros_like(buffer, device=device))
-
-
-def _normal(std: float, block: Tensor, generator: torch.Generator) -> None:
-    block.normal_(std=std, generator=generator)
 
 
 def in_one_product(device: torch.device) -> bool:

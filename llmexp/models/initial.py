@@ -16,7 +16,7 @@ from torch import Tensor
 BLOCK = 2**18  # elements of a block, about, as it has whole rows
 SEEDS = 2**32  # of which torch's generator on the CPU makes different numbers
 
-Draw = Callable[[Tensor, torch.Generator], Any]  # fills a block
+Draw = Callable[..., Any]  # fills a block, given a `generator`
 
 
 def seed_of(text: str) -> int:
@@ -89,5 +89,5 @@ class Blocks:
                 if own and part.dtype == dtype
                 else torch.empty(size, dtype=dtype, device="cpu")
             )
-            draw(block, generator)
+            draw(block, generator=generator)
             yield part, block[(slice(low - begin, high - begin), *columns)]

@@ -23,20 +23,6 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
             "bad_own_part",
             "optimizer: the function must return a torch optimizer or a list of them",
         )
-    for optimizer in optimizers:  # a window's gradients are there before its update
-        needed = [
-            name
-            for name, one in inspect.signature(optimizer.step).parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        ]
-        if needed:
-            text = (
-                f"the step of {type(optimizer).__name__} needs `{needed[0]}`, where a run calls it"
-            )
-            text += (
-                " once a step, with nothing, after the backward pass; choose one that needs none"
-            )
-            raise ConfigError("unsupported", f"optimizer: {text}, such as optimizer=adamw")
     for group in (g for o in optimizers for g in o.param_groups):
         rate = group.get("lr")
         if isinstance(rate, Tensor) and not rate.is_meta:
@@ -50,8 +36,18 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 def check_held(model: nn.Module, optimizers: Sequence[Optimizer], trained: set[int]) -> None:
     """Raise ConfigError where optimizers hold a parameter twice, or a tensor that is no parameter.
 
-    So where the parameters that are trained are not those of before, of these ids.
+    So where the parameters that are trained are not those of before, of these ids, and where a step
+    needs an argument.
     """
+    for optimizer in optimizers:  # a window's gradients are there before its update
+        for name, one in inspect.signature(optimizer.step).parameters.items():
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                text = (
+                    f"the step of {type(optimizer).__name__} needs `{name}`, where a run calls it "
+                    "once a step, with nothing, after the backward pass; choose one that needs "
+                    "none, such as optimizer=adamw"
+                )
+                raise ConfigError("unsupported", f"optimizer: {text}")
     given = dict(model.named_parameters())
     names = dict(zip(map(id, given.values()), plain_names(given), strict=True))
     held = Counter(map(id, held_by(*optimizers)))

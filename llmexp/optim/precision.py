@@ -25,11 +25,9 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     native = _native_bf16(device)
     if kind == "auto":
         where = "this GPU" if device.type == "cuda" else "this CPU"
-        return (
-            ("bf16", f"chosen: {where} computes bf16")
-            if native
-            else ("fp32", f"chosen: {where} has no bf16 units")
-        )
+        if native:
+            return "bf16", f"chosen: {where} computes bf16"
+        return "fp32", f"chosen: {where} has no bf16 units"
     if kind == "tf32" and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
     ):

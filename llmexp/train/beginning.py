@@ -25,10 +25,10 @@ from llmexp.run.banner import banner_sections
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.feature import Feature, look_back, starting
+from llmexp.train.feature import look_back, starting
 from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
-from llmexp.train.state import Loop, Outputs, Progress
+from llmexp.train.state import Loop, Progress
 from llmexp.train.step import Setup
 
 
@@ -118,7 +118,14 @@ def restore(
         setup.scaler.load_state_dict(loaded.state["scaler"])
         progress = Progress(**loaded.state["progress"])
         for feature in setup.features:
-            _restore_feature(feature, loaded, forked and feature.begins_anew(changed))
+            if feature.name in loaded.state:
+                anew = forked and feature.begins_anew(changed)
+                feature.load_state_dict(loaded.state[feature.name], anew)
+            if tensors := feature.tensors():
+                if pieces := loaded.tensors.get(feature.name):
+                    loading.fill_all(loaded, tensors, pieces)
+                else:
+                    feature.begin_tensors()
         timed = {} if forked else loaded.manifest.get("since_row", {})
         meter = Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"], **timed)
         if forked:  # what it counts is its own
@@ -135,22 +142,11 @@ def restore(
     return progress, meter
 
 
-def _restore_feature(feature: Feature, loaded: loading.Loaded, anew: bool) -> None:
-    """Give a feature what a checkpoint holds of it."""
-    if feature.name in loaded.state:
-        feature.load_state_dict(loaded.state[feature.name], anew)
-    if tensors := feature.tensors():
-        if pieces := loaded.tensors.get(feature.name):
-            loading.fill_all(loaded, tensors, pieces)
-        else:
-            feature.begin_tensors()
-
-
 def start_loop(
     path: Path,
     parts: Parts,
     joined: mesh.Mesh,
-    accepted: Callable[[], None],
+    accepted: Callable[[], None] | None = None,
     begin: tuple[str, int] | None = None,
 ) -> Loop:
     """Return the loop at the step from which the run goes on.
@@ -166,7 +162,7 @@ def start_loop(
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, warn)
-    setup = set_up(parts, joined, fresh=loaded is None)
+    setup, resumed = set_up(parts, joined, fresh=loaded is None), None if forked else loaded
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
         progress, meter = restore(parts, setup, loaded, forked)
@@ -175,10 +171,13 @@ def start_loop(
             f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
             f"{parts.run.max_steps:,}"
         )
-    begins_at = 0 if parent is None else parent.step
-    rows = Rows(path / rundir.METRICS, progress.step, begins_at, steps=True) if main else None
-    removals = look_back(path, progress.step) if main else []
-    accepted()
+    rows, removals = None, list[Callable[[], None]]()
+    if main:
+        first = parts.run.first_step
+        rows = Rows(path / rundir.METRICS, progress.step, first, steps=True)
+        removals = look_back(path, progress.step)
+    if accepted is not None:
+        accepted()
     if rows is not None:
         rows.open()
     for remove in removals:
@@ -186,17 +185,19 @@ def start_loop(
     loop = Loop(
         parts=parts,
         setup=setup,
-        out=Outputs(path, main, console, rows),
+        path=path,
+        main=main,
+        console=console,
+        rows=rows,
         progress=progress,
         meter=meter,
         fixed=fixed_facts(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
-        saved=loaded.kept if loaded and not forked else [],
+        saved=resumed.kept if resumed else [],
     )
-    held = loaded.state.keys() | loaded.tensors.keys() if loaded and not forked else None
     for feature in setup.features:
         feature.begin(loop)
-        off = held is not None and feature.name not in held
+        off = resumed and feature.name not in resumed.state.keys() | resumed.tensors.keys()
         if off and (feature.state_dict() or feature.tensors()):
             text = "starts over: it was off when the checkpoint was saved"
             console.line(f"{feature.name} {text}")

@@ -36,42 +36,37 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a
     row; one that comes after these, or where this save `must` succeed, raises TrainingFailed.
     """
-    setup, progress, out = loop.setup, loop.progress, loop.out
+    setup, step, chosen = loop.setup, loop.progress.step, loop.config.checkpoint
     finish_save(loop)
-    if loop.newest_step == progress.step:
+    if loop.newest_step == step:
         return
     refuse_changed_data(loop)
     loop.saved_at = time.monotonic()
     tokens_seen = loop.meter.tokens_seen()
-    run, root, chosen = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint
-    if out.rows is not None:
-        out.rows.sync()
-    for sync in loop.features.on("sync"):
-        sync()
+    if loop.rows is not None:
+        loop.rows.sync()
+    loop.features.at("sync")
     sizes = ("real_batch_size", "sequence_length", "dp_size", "world_size", "parallelism")
-    geometry = {name: getattr(run, name) for name in sizes}
+    geometry = {name: getattr(loop.run, name) for name in sizes}
     meta = {"tokens_seen": tokens_seen, "geometry": geometry, **loop.fixed}
     if loop.meter.timed_steps:  # not in state.pt, which is equal in runs that are
         meta["since_row"] = loop.meter.since_row()
     state = {
-        "progress": dataclasses.asdict(progress),
+        "progress": dataclasses.asdict(loop.progress),
         "meter": {"tokens_seen": tokens_seen},
         "scaler": setup.scaler.state_dict(),
-        **{f.name: found for f in loop.features.acting("state_dict") if (found := f.state_dict())},
+        **loop.features.by_name("state_dict"),
     }
-    keeping = loop.features.acting("tensors")
-    more = {f.name: tensors for f in keeping if (tensors := f.tensors())}
+    more = loop.features.by_name("tensors")
     ranks = loop.mesh.rank, loop.mesh.world_size
     with eval_weights.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
         pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, more, trained)
     refuse_bad(loop, pieces.bad)
-    step = progress.step
-    commit = functools.partial(
-        saving.commit_checkpoint, root, step, pieces, state, meta, chosen.keep, tuple(loop.saved),
-        chosen.keep_every,
-    )  # fmt: skip
-    loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, root, step, pieces))
+    place = loop.path / rundir.CHECKPOINTS, step, pieces
+    kept = chosen.keep, tuple(loop.saved), chosen.keep_every
+    commit = functools.partial(saving.commit_checkpoint, *place, state, meta, *kept)
+    loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, *place))
     if wait:
         finish_save(loop, must)
 
@@ -111,10 +106,10 @@ def refuse_changed_data(loop: Loop) -> None:
         text = str(error)
     if ranks := mesh.ranks_where(joined, text is not None):
         raise _data_changed(loop, text, ranks)
-    if loop.out.main and not loop.warned_of_data:
+    if loop.main and not loop.warned_of_data:
         for text in harmless:
             loop.warned_of_data = True
-            loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
+            loop.console.line(f"WARNING: {text}; resuming needs the old content")
 
 
 def _data_changed(loop: Loop, text: str | None, ranks: list[int]) -> TrainingFailed:
@@ -144,31 +139,30 @@ def advance_save(loop: Loop, must: bool = False) -> None:
         warn_of_failed(loop, saving.step, error, mesh.numbered(failing), must)
     elif not saving.committing:
         saving.committing = True
-        if loop.out.main:
+        if loop.main:
             saving.task = loop.writer.submit(saving.commit)
     else:
         loop.saving, loop.failed_saves = None, 0
         loop.saved.append(saving.step)
-        for act in loop.features.on("saved"):
-            act(saving.step)
+        loop.features.at("saved", saving.step)
 
 
 def warn_of_failed(loop: Loop, step: int, error: OSError | None, ranks: str, must: bool) -> None:
     """Warn of a save that failed on some `ranks`, with this rank's `error` if it is one of them.
 
     Raises TrainingFailed for a failure too many, or where the save `must` succeed."""
-    console, most = loop.out.console, loop.config.checkpoint.max_failures
+    console, most = loop.console, loop.config.checkpoint.max_failures
     what = f"the checkpoint of step {step:,} could not be saved"
     loop.failed_saves += 1
-    if loop.out.main:  # all ranks have written, or failed to
-        saving.remove_leftovers(loop.out.path / rundir.CHECKPOINTS)
+    if loop.main:  # all ranks have written, or failed to
+        saving.remove_leftovers(loop.path / rundir.CHECKPOINTS)
     if must or loop.failed_saves > most:
         if error is None:
             time.sleep(1.0)  # give the rank that knows the cause time to report first
         limit = f"checkpoint.max_failures={most} in a row"
         limit = "the run may not end without it" if must else limit
         raise TrainingFailed(f"{what} ({error or f'{ranks} could not write'}); {limit}") from error
-    if loop.out.main:
+    if loop.main:
         reason = error or f"{ranks} could not write; its log says why"
         saved = loop.newest_step
         newest = "none is saved so far" if saved is None else f"the newest is of step {saved}"
@@ -199,7 +193,7 @@ def save_what_can_be(loop: Loop) -> None:
     try:
         finish_save(loop)
     except TrainingFailed as error:
-        loop.out.console.line(f"WARNING: {error}")
+        loop.console.line(f"WARNING: {error}")
 
 
 def finish_alone(loop: Loop, due: Saving) -> None:
@@ -209,8 +203,8 @@ def finish_alone(loop: Loop, due: Saving) -> None:
     loop.saving = None
     try:
         due.task.result()
-        if loop.out.main and not due.committing:
-            place = loop.out.path / rundir.CHECKPOINTS, due.step, loop.mesh.world_size
+        if loop.main and not due.committing:
+            place = loop.path / rundir.CHECKPOINTS, due.step, loop.mesh.world_size
             end = time.monotonic() + OTHERS_S
             while (missing := saving.not_written(*place)) and time.monotonic() < end:
                 time.sleep(0.05)
@@ -219,7 +213,7 @@ def finish_alone(loop: Loop, due: Saving) -> None:
             due.commit()
         loop.saved.append(due.step)
     except OSError as error:
-        if loop.out.main:
-            loop.out.console.line(
+        if loop.main:
+            loop.console.line(
                 f"WARNING: the checkpoint of step {due.step:,} was not finished: {error}"
             )

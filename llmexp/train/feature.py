@@ -197,21 +197,26 @@ class Features(list[Feature]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._acting: dict[str, list[Feature]] = {}
         self._on: dict[str, list[Callable[..., Any]]] = {}
 
     def acting(self, event: str) -> list[Feature]:
-        """Return those that do something at an event, worked out once."""
-        if event not in self._acting:
-            nothing = getattr(Feature, event)
-            self._acting[event] = [f for f in self if getattr(type(f), event) is not nothing]
-        return self._acting[event]
+        """Return those that do something at an event."""
+        return [f for f in self if getattr(type(f), event) is not getattr(Feature, event)]
 
     def on(self, event: str) -> list[Callable[..., Any]]:
-        """Return their methods for it."""
+        """Return their methods for it, worked out once."""
         if event not in self._on:
             self._on[event] = [getattr(feature, event) for feature in self.acting(event)]
         return self._on[event]
+
+    def at(self, event: str, *given: Any) -> None:
+        """Have each act at an event."""
+        for act in self.on(event):
+            act(*given)
+
+    def by_name(self, event: str) -> dict[str, Any]:
+        """Return what each that has something returns, by its name."""
+        return {f.name: found for f in self.acting(event) if (found := getattr(f, event)())}
 
 
 def own_name(kind: type[Feature]) -> str:
@@ -229,4 +234,5 @@ def look_back(path: Path, step: int) -> list[Callable[[], None]]:
 
     Nothing is written before all files are read. Raises ConfigError for damage.
     """
-    return [look(path, step) for look in features.offered("folders", "look_back")]
+    leaving = (part for part in features.parts("folders") if hasattr(part, "LEFT"))
+    return [part.look_back(path, step) for part in leaving if (path / part.LEFT).exists()]

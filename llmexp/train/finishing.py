@@ -36,11 +36,10 @@ def finish_step(loop: Loop) -> int:
     loop.outcome = None
     code = outcome.read().code
     loss = math.nan if code in (EMPTY, BAD_LOSS) else outcome.loss
-    if loop.out.rows is not None:
+    if loop.rows is not None:
         norm = math.nan if outcome.skipped else outcome.grad_norm
-        loop.out.rows.add_step(loss, outcome.target_tokens, norm, outcome.lr)
-    for act in loop.features.on("finished"):
-        act(outcome)
+        loop.rows.add_step(loss, outcome.target_tokens, norm, outcome.lr)
+    loop.features.at("finished", outcome)
     if outcome.skipped:
         count_skipped(loop, outcome, code)
     else:
@@ -63,7 +62,7 @@ def count_skipped(loop: Loop, outcome: Outcome, code: int) -> None:
     if code != SKIPPED:  # of which the feature prints more
         how = "" if code == EMPTY else " that overflowed fp16"
         text = f"step {progress.step:,} has {FINDINGS[code]}{how}; its update was skipped"
-        loop.out.console.line(text)
+        loop.console.line(text)
 
 
 def reason_to_end(loop: Loop, outcome: Outcome, code: int) -> TrainingFailed | None:

@@ -78,11 +78,10 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     refuse_folder(wanted, there, parts.config.checkpoint.resume)
     if there:
         refuse_other_run(wanted, parts)
-        path = wanted
     else:
-        path = rundir.claim(wanted, request["fixed"])
-    answer_command(request, path=str(path))
-    return path, not there
+        wanted = rundir.claim(wanted, request["fixed"])
+    answer_command(request, path=str(wanted))
+    return wanted, not there
 
 
 def forget_run(path: Path) -> None:
@@ -172,7 +171,7 @@ def fixed_facts(parts: Parts) -> dict[str, Any]:
     return {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
         "data": _sha256(fingerprint),
-        **features.answers("assembly", "fixed", parts.config, parts.prepared),
+        **features.merged("assembly", "fixed", parts.prepared, config=parts.config),
     }
 
 
@@ -195,16 +194,14 @@ def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "
     derived = parts.run.as_dict()
     if parts.config.batch.gradient_accumulation_steps is None:  # `auto`, found where it starts
         del derived["micro_batch_size"], derived["gradient_accumulation_steps"]
-    run = (
-        {"format": RUN_FORMAT}
-        | derived
-        | {
-            **{key: request.get(key) for key in rundir.RECORDED},
-            "environment": environment(parts),
-            "data_fingerprint": parts.corpus.fingerprint,
-            "data_files": parts.corpus.states(),
-        }
-    )
+    run = {
+        "format": RUN_FORMAT,
+        **derived,
+        **{key: request.get(key) for key in rundir.RECORDED},
+        "environment": environment(parts),
+        "data_fingerprint": parts.corpus.fingerprint,
+        "data_files": parts.corpus.states(),
+    }
     if better := {k: v for _, hook in parts.hooks for k, v in better_of(hook).items()}:
         run["better"] = better
     if parts.corpus.val_texts:

@@ -46,11 +46,13 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
                 timeout_s=p.start_timeout_s,
             )
     except ValueError as error:
-        asked = f"{layout.nnodes} x {layout.nproc_per_node}"
         again = rundir.how_to_resume(path, "parallelism.nproc_per_node=2")
-        text = f"{error}; start as many, or continue with other numbers: {again}"
-        key = "parallelism.nnodes x parallelism.nproc_per_node"
-        raise ConfigError("wrong_ranks", f"{key}={asked}: {text}") from None
+        raise ConfigError(
+            "wrong_ranks",
+            f"parallelism.nnodes x parallelism.nproc_per_node={layout.nnodes} x "
+            f"{layout.nproc_per_node}: {error}; start as many, or continue with other numbers: "
+            f"{again}",
+        ) from None
     if not joined.distributed:
         return joined
     for what, value in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import time
@@ -38,11 +39,6 @@ class Due:
     measures: tuple[Callable[[], dict[str, float]], ...] = ()  # of features, for the row
     checkpoint: bool = False
     acts: tuple[Callable[[], None], ...] = ()  # of features
-
-    @property
-    def finish(self) -> bool:
-        """Return whether the step has to be finished before the next one."""
-        return self.row or self.checkpoint or bool(self.acts)
 
 
 def due_after(
@@ -85,19 +81,18 @@ def train(loop: Loop) -> str:
     stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
     if progress.step == 0 and config.checkpoint.save_initial:
         save(loop)
-    first = progress.step
+    first, minutes = progress.step, config.checkpoint.every_minutes
     windows = loop.windows(first)
-    for act in loop.features.on("train_start"):
-        act()
+    loop.features.at("train_start")
     while progress.step < max_steps:
-        stop, writing, by_time = mesh.any_rank(
-            loop.mesh, STOP.requested, loop.is_writing, due_by_time(loop)
-        )
+        # by this rank's clock
+        old = minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
+        stop, writing, by_time = mesh.any_rank(loop.mesh, STOP.requested, loop.is_writing, old)
         if loop.saving is not None and not writing:
             advance_save(loop)
         if stop or progress.step >= stop_step:
             show_rows(loop)
-            loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
+            loop.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
             finish_step(loop)
             save(loop, must=True)
             break
@@ -107,21 +102,19 @@ def train(loop: Loop) -> str:
         if due.row:
             report_step(loop, outcome, window, due)
         else:
-            for act in loop.features.on("step_end"):
-                act(window, None)
+            loop.features.at("step_end", window, None)
         slow = due.evaluation or due.measures or due.checkpoint or due.acts
-        if loop.out.rows is not None and (slow or loop.out.rows.due):
+        if loop.rows is not None and (slow or loop.rows.due):
             show_rows(loop)
-        if loop.out.console.live:
-            loop.out.console.progress(progress.step, *loop.shown)
+        if loop.console.live:
+            loop.console.progress(progress.step, *loop.shown)
         if progress.step == first + 1:  # all ranks are there, compiled and warm
             mesh.shorten_timeout(loop.mesh, config.parallelism.timeout_s)
         if due.checkpoint:
             save(loop, wait=last or not config.checkpoint.async_, must=last)
         for act in due.acts:
             act()
-    for act in loop.features.on("train_end"):
-        act()
+    loop.features.at("train_end")
     if progress.step < max_steps:
         return "preempted"
     finish_save(loop)  # without checkpoint.last one may be on its way
@@ -130,22 +123,14 @@ def train(loop: Loop) -> str:
     return "finished"
 
 
-def due_by_time(loop: Loop) -> bool:
-    """Return whether the last checkpoint is so old, by this rank's clock, that one is due."""
-    minutes = loop.config.checkpoint.every_minutes
-    return minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
-
-
 def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, Outcome]:
     """Train on the next window. The host waits for the device only where `due` asks for it."""
     progress, meter, loop.row_is_due = loop.progress, loop.meter, due.row
-    for act in loop.features.on("step_start"):
-        act(progress.step + 1)
+    loop.features.at("step_start", progress.step + 1)
     with meter.stepping():
         with meter.waiting_for_data():
             window = next(windows)
-        for act in loop.features.on("backward_start"):
-            act(window)
+        loop.features.at("backward_start", window)
         loop.seed(progress.step)
         try:
             outcome = train_step(loop.setup, window, lambda: finish_step(loop))
@@ -154,7 +139,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         progress.step += 1
         loop.outcome = outcome
         meter.add(outcome.target_tokens)
-        if due.finish:
+        if due.row or due.checkpoint or due.acts:
             finish_step(loop)
     return window, outcome
 
@@ -164,10 +149,9 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     progress = loop.progress
     row = build_row(loop, outcome, window)
     loop.row_is_due = True
-    for act in loop.features.on("step_end"):
-        act(window, row)
-    if loop.out.rows is not None and (due.measures or due.evaluation):
-        loop.out.rows.flush()  # this may take long
+    loop.features.at("step_end", window, row)
+    if loop.rows is not None and (due.measures or due.evaluation):
+        loop.rows.flush()  # this may take long
     for measure in due.measures:
         row |= measure()
     if due.evaluation:
@@ -176,40 +160,44 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
             row["off_interval"] = True
         elif "val/loss" in row:
             progress.best_val_loss = min(row["val/loss"], progress.best_val_loss)
-        for act in loop.features.on("evaluated"):
-            act(window, row)
-    for act in loop.features.on("row_ready"):
-        act(row)
+        loop.features.at("evaluated", window, row)
+    loop.features.at("row_ready", row)
     publish(loop, row)
 
 
 def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     """Return the row of the last step, without what evaluation and hooks add.
 
-    A figure that is not known is absent. All ranks call together and wait for the device.
+    A figure that is not known is absent. All ranks call together and wait for the device. Raises
+    TrainingFailed where a feature returns a figure that the row has already.
     """
-    run, setup, progress, outcome = loop.run, loop.setup, loop.progress, outcome.read()
-    row: dict[str, Any] = {"step": progress.step, "tokens_seen": loop.meter.tokens_seen()}
+    run, step, outcome = loop.run, loop.progress.step, outcome.read()
+    row: dict[str, Any] = {"step": step, "tokens_seen": loop.meter.tokens_seen()}
     if run.ramp:
-        before = run.sequences_at(progress.step - 1)
-        row["real_batch_size"] = run.sequences_at(progress.step) - before
-    row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
+        row["real_batch_size"] = run.sequences_at(step) - run.sequences_at(step - 1)
+    row["epoch"] = run.sequences_at(step) / run.train_sequences
     if outcome.code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = outcome.loss
     row["lr"] = outcome.lr
     if not outcome.skipped:
         row["grad_norm"] = outcome.grad_norm
         row["grad_norm_post_clip"] = outcome.grad_norm_post_clip
-    if setup.scaler.enabled:
+    if loop.setup.scaler.enabled:
         row["loss_scale"] = outcome.loss_scale
     row["skipped"] = outcome.skipped
-    row["skipped_steps"] = progress.skipped_steps
+    row["skipped_steps"] = loop.progress.skipped_steps
     row["target_tokens"] = int(outcome.target_tokens)
-    timed_from = progress.step - loop.meter.timed_steps
-    tokens = run.tokens_at(progress.step) - run.tokens_at(timed_from)
+    tokens = run.tokens_at(step) - run.tokens_at(step - loop.meter.timed_steps)
     row |= loop.meter.rates(tokens, loop.mesh.world_size)
     loop.meter.restart()
-    add_figures(loop, row, window)
+    for feature in loop.features.acting("row"):
+        found = feature.row(window)
+        if taken := [key for key in found if key in row]:
+            raise TrainingFailed(
+                f"{type(feature).__name__} returned {taken[0]}, which the row of step {step} has "
+                f"already; choose another name, for example mine/{taken[0]}"
+            )
+        row |= found
     if run.flops_per_token is not None:
         flops_per_sec = run.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
@@ -218,41 +206,27 @@ def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     memory = hardware.peak_memory_gib(loop.mesh.device)
     row["peak_memory_gib"] = mesh.largest(loop.mesh, memory)
     row["amp"] = int(run.precision in ("bf16", "fp16"))
-    left: float = run.max_steps - progress.step
+    left: float = run.max_steps - step
     if run.ramp:  # later steps may take longer
-        sequences = run.total_sequences - run.sequences_at(progress.step)
-        left = sequences / run.stage_at(progress.step - 1).real_batch_size
+        sequences = run.total_sequences - run.sequences_at(step)
+        left = sequences / run.stage_at(step - 1).real_batch_size
     row["eta"] = left * row["step_time"]
     return row
-
-
-def add_figures(loop: Loop, row: dict[str, Any], window: Window) -> None:
-    """Add the figures of features to a row. Raises TrainingFailed for one that it has already."""
-    for feature in loop.features.acting("row"):
-        found = feature.row(window)
-        if taken := [key for key in found if key in row]:
-            raise TrainingFailed(
-                f"{type(feature).__name__} returned {taken[0]}, which the row of step "
-                f"{row['step']} has already; choose another name, for example mine/{taken[0]}"
-            )
-        row |= found
 
 
 def publish(loop: Loop, row: dict[str, Any]) -> None:
     """Give a row to metrics.jsonl. It is strict JSON: what has overflowed is absent."""
     row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
-    if loop.out.rows is not None:
-        loop.out.rows.add(row)
+    if loop.rows is not None:
+        loop.rows.add(row)
         loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
 
 
 def show_rows(loop: Loop) -> None:
     """Write the rows that wait, and show the last one."""
-    rows = loop.out.rows
+    rows = loop.rows
     if rows is None or not rows.flush():
         return
-    lengths = (loop.run.max_steps, loop.run.max_epochs)
-    short = None
-    if loop.out.console.live:
-        short = format_row(rows.figures.last, *lengths, shutil.get_terminal_size().columns)
-    loop.out.console.line(format_row(rows.figures.last, *lengths), short)
+    line = functools.partial(format_row, rows.figures.last, loop.run.max_steps, loop.run.max_epochs)
+    live = loop.console.live
+    loop.console.line(line(), line(shutil.get_terminal_size().columns) if live else None)

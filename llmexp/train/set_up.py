@@ -47,14 +47,13 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         # and accumulation would cost memory. One that a window does not touch is 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
-    optimizers = parts.build_optimizers(model)
     setup = Setup(
         mesh=joined,
         model=model,
         loss=loss,
         module=module,
         parameters=parameters,
-        optimizers=optimizers,
+        optimizers=(optimizers := parts.build_optimizers(model)),
         scaler=precision.Scaler(
             parts.precision,
             joined.device,
@@ -66,11 +65,12 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         rate_factor=parts.rate_factor,
         stage_rate=lambda step: parts.run.stage_at(step).rate,
     )
-    setup.features.extend([setup.clipping, *of_hooks(parts.hooks, setup)])
+    hooks = of_hooks(parts.hooks, setup) if parts.hooks else []
+    setup.features.extend([setup.clipping, *hooks])
     if joined.dp_size > 2 and module is not loss:
         settle_buckets(setup, parts.run)
-    made = (part.make(parts, setup) for part in features.asked_for(config, "train"))
-    setup.features.extend(made)  # one by one: one may need those before it
+    for part in features.asked_for(config, "train"):
+        setup.features.append(part.make(parts, setup))  # one may need those before it
     if len(marking := setup.features.acting("mark")) > 1:
         names = " and ".join(feature.name for feature in marking)
         text = "one feature at most can mark what is read; leave one out, for example hooks=[]"

@@ -37,16 +37,6 @@ class Progress:
     least_loss: float = math.inf
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Hold the places that a run writes to. Only rank 0 writes."""
-
-    path: Path
-    main: bool
-    console: Console
-    rows: Rows | None
-
-
 @dataclass
 class Saving:
     """Hold a checkpoint on its way: all ranks write their files, then rank 0 commits them."""
@@ -63,7 +53,10 @@ class Loop:
 
     parts: Parts
     setup: Setup
-    out: Outputs
+    path: Path
+    main: bool  # it is rank 0, which alone writes
+    console: Console
+    rows: Rows | None  # of rank 0
     progress: Progress
     meter: Meter
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)

@@ -143,8 +143,7 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     if setup.mesh.sharded:
         held = [mesh.local_part(g) for g in gradients]
     setup.scaler.unscale(held)
-    for act in setup.features.on("backward_end"):
-        act(window)
+    setup.features.at("backward_end", window)
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = must_skip(loss, norm, targets)
     # here and not earlier: the schedule counts applied updates, and the device is busy meanwhile
@@ -158,8 +157,7 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
         skip = judge(skip, loss, norm)
     updating.update(setup.optimizers, skip, clip_factor)
     clipped = setup.clipping.after_update(skip, clipped)
-    for act in setup.features.on("updated"):
-        act(window, skip)
+    setup.features.at("updated", window, skip)
     for figures_of in setup.features.on("figures"):
         more |= figures_of(targets, scale)
     if setup.scaler.enabled:
@@ -209,8 +207,7 @@ def accumulate(
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         tokens_bt = tokens_bt.to(device, non_blocking=True)
         targets_bt = targets_bt.to(device, non_blocking=True)
-        for act in setup.features.on("forward_start"):
-            act(targets_bt)
+        setup.features.at("forward_start", targets_bt)
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)

@@ -27,33 +27,30 @@ _TRAINING: dict[str, Callable[[Any], str]] = {
 
 def summarise(loop: Loop) -> dict[str, Any]:
     """Return the figures that end status.json and the summary of features, as far as known."""
-    rows = Figures() if loop.out.rows is None else loop.out.rows.figures
-    newest, last = rows.newest, rows.last
-    if loop.progress.loss is not None:  # its step may have no row
-        newest["train/loss"] = loop.progress.loss
-    found: dict[str, Any] = {"steps": loop.progress.step}
-    tokens_seen, before = None, loop.run.begin.tokens_seen
-    with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
-        tokens_seen = loop.meter.tokens_seen()
-    if loop.progress.step and tokens_seen is not None:
-        found["tokens_seen"] = tokens_seen
-        if loop.run.parent:
-            found["own tokens_seen"] = tokens_seen - before
+    rows = Figures() if loop.rows is None else loop.rows.figures
+    newest, progress, run = rows.newest, loop.progress, loop.run
+    if progress.loss is not None:  # its step may have no row
+        newest["train/loss"] = progress.loss
+    found: dict[str, Any] = {"steps": progress.step}
+    if progress.step:
+        with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
+            found["tokens_seen"] = loop.meter.tokens_seen()
+            if run.parent:
+                found["own tokens_seen"] = found["tokens_seen"] - run.begin.tokens_seen
     for key in figures_in([newest]):
         if key in newest:
             step, value = newest[key]
             # a stop may lie between two rows
-            found[f"{'final' if step == loop.progress.step else 'latest'} {key}"] = value
-    best = min(loop.progress.best_val_loss, found.get("final val/loss", math.inf))
+            found[f"{'final' if step == progress.step else 'latest'} {key}"] = value
+    best = min(progress.best_val_loss, found.get("final val/loss", math.inf))
     if math.isfinite(best):
         found["best val/loss"] = best
     if seconds := training_time(loop):
         found["train_time"] = seconds
-        tokens = loop.run.tokens_at(loop.progress.step) - loop.run.begin.tokens
-        found["mean tokens_per_sec"] = tokens / seconds
-    found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
-    if loop.progress.step:
-        found["skipped_steps"] = loop.progress.skipped_steps
+        found["mean tokens_per_sec"] = (run.tokens_at(progress.step) - run.begin.tokens) / seconds
+    found |= {k: rows.last[k] for k in ("mfu", "peak_memory_gib") if k in rows.last}
+    if progress.step:
+        found["skipped_steps"] = progress.skipped_steps
     for summary_of in loop.features.on("summary"):
         found |= summary_of()
     return found
@@ -65,16 +62,10 @@ def training_time(loop: Loop) -> float | None:
     What a resumed run did twice counts once. None where a step after the last row was not timed.
     """
     step, seconds = loop.run.first_step, 0.0
-    if loop.out.rows is not None:
-        step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
+    if loop.rows is not None:
+        step, seconds = loop.rows.figures.step, loop.rows.figures.train_time
     since = loop.meter.since_row()
     return seconds + since["step_time"] if since["steps"] == loop.progress.step - step else None
-
-
-def details(loop: Loop) -> dict[str, Any]:
-    """Return what status.json holds besides the summary: of features."""
-    reporting = loop.features.acting("status")
-    return {f.name: status for f in reporting if (status := f.status())}
 
 
 def told(loop: Loop, event: str) -> list[tuple[str, str]]:
@@ -95,24 +86,19 @@ def say_the_end(
     loop: Loop, state: str, summary: dict[str, Any], last_words: list[tuple[str, str]]
 ) -> None:
     """Show the end of a run: figures, words, files, the folder, the next command."""
-    console, path, parts = loop.out.console, loop.out.path, loop.parts
-    reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
-    stop_step = parts.config.train.stop_step
-    by_plan = stop_step is not None and loop.progress.step >= stop_step
-    cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
-    stopped = f"preempted by {cause} {reached}, checkpoint saved"
-    sections = [
-        ("result", f"finished {reached}" if state == "finished" else stopped),
-        *_figures(summary),
-        *told(loop, "words"),
-        *last_words,
-    ]
+    console, path, step = loop.console, loop.path, loop.progress.step
+    how, saved = "finished", ""
+    if state != "finished":
+        by_plan = step >= (loop.config.train.stop_step or math.inf)
+        cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
+        how, saved = f"preempted by {cause}", ", checkpoint saved"
+    result = f"{how} at step {step:,} of {loop.run.max_steps:,}{saved}"
+    sections = [("result", result), *_figures(summary), *told(loop, "words"), *last_words]
     to_copy = [*told(loop, "files"), ("folder", str(path)), *told(loop, "commands")]
     if state == "preempted":
         to_copy.append(("next", rundir.how_to_resume(path)))
     elif loop.saved:
-        look = rundir.command_on(path, "sample", path, "--prompt", "The ")
-        to_copy.append(("next", look))
+        to_copy.append(("next", rundir.command_on(path, "sample", path, "--prompt", "The ")))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2
     for label, text in to_copy:  # never wrapped: these are for the clipboard
@@ -121,12 +107,11 @@ def say_the_end(
 
 def _figures(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what the training took, counts that are not 0, and losses; status.json has more."""
-    counts = {k: n for k, n in summary.items() if isinstance(n, int) and n and k not in _TRAINING}
     parts = [show(summary[key]) for key, show in _TRAINING.items() if summary.get(key)]
-    yield (
-        "training",
-        ", ".join([*parts, *(f"{n:,} {k}" for k, n in counts.items() if k != "steps")]),
-    )
+    for key, count in summary.items():
+        if isinstance(count, int) and count and key not in ("steps", *_TRAINING):
+            parts.append(f"{count:,} {key}")
+    yield "training", ", ".join(parts)
     for when in ("final ", "latest ", "best "):
         row = {k.removeprefix(when): v for k, v in summary.items() if k.startswith(when)}
         if row and (when == "final " or row != {"val/loss": summary.get("final val/loss")}):

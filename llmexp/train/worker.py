@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ from llmexp.train.finishing import NotFinite
 from llmexp.train.loop import show_rows, train
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
-from llmexp.train.summary import details, say_the_end, summarise, told
+from llmexp.train.summary import say_the_end, summarise, told
 
 
 def main(argument: str) -> int:
@@ -96,16 +97,12 @@ def parts_of(config: Config, path: Path | None, *, waits: bool, **known: Any) ->
     """Assemble a run. A size that is `auto` is found first, unless it `waits` for the ranks.
 
     `path`: its folder, where that is given; `known`: what `assemble` takes."""
-
-    def assembled(config: Config) -> Parts:
-        return assemble(config, **known)
-
     if config.batch.micro_batch_size != AUTO:
-        return assembled(config)
+        return assemble(config, **known)
     from llmexp.modes import micro_batch
 
     find = None if waits else micro_batch.found_alone
-    return micro_batch.run(config, assembled, path, find)
+    return micro_batch.run(config, functools.partial(assemble, **known), path, find)
 
 
 def begin_run(
@@ -137,22 +134,18 @@ def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = 
     """
     joined: mesh.Mesh | None = None
     holds_lock = False  # until then another process may be at work in the folder
-    writes_folder = False
-
-    def accepted() -> None:
-        if writes_folder and record_late:
-            folder.record_run(path, parts, request)
-
+    record, accepted = functools.partial(folder.record_run, path, parts, request), None
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
             joined = group.join_ranks(path, parts)
             took_first = locks.enter_context(group.held(path, joined))
             holds_lock = True
-            writes_folder = joined.rank == 0 and took_first
             if joined.rank == 0 and not took_first:  # again, after a restart
                 rundir.write_status(path, "running", **rundir.NO_END)
-            elif writes_folder and not record_late:
-                folder.record_run(path, parts, request)
+            elif joined.rank == 0 and record_late:
+                accepted = record
+            elif joined.rank == 0:
+                record()
             code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -165,8 +158,12 @@ def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = 
             return failing.record_failure(path, failure, ours=holds_lock and not untouched)
 
 
-def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:
-    """Train to the end or to a signal; return the exit code. Raises what training raises."""
+def run_training(
+    path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None] | None = None
+) -> int:
+    """Train to the end or to a signal; return the exit code. Raises what training raises.
+
+    `accepted`: see `start_loop`."""
     file = path / rundir.ASKED
     asked: dict[str, Any] = fileio.read_json(file) if file.exists() else {}
     loop = start_loop(path, parts, joined, accepted, asked.get("begin"))
@@ -175,37 +172,30 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable
     STOP.training = True
     state = "failed"
     try:
-        state = carry_out(loop, asked)
-    finally:  # STOP.training stays: a signal from here on must not undo what was reached
-        code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
-        summary = finish_run(loop, state, code)
-    last_words = told(loop, "last_words") if state == "finished" else []
-    if loop.out.main:
-        say_the_end(loop, state, summary, last_words)
-    loop.out.console.close()
-    return code
-
-
-def carry_out(loop: Loop, asked: dict[str, Any]) -> str:
-    """Train, or do what is `asked` for in its place; return how that ended.
-
-    Raises TrainingFailed."""
-    try:
-        return _carry_out_mode(loop, asked) if asked else train(loop)
+        state = _carry_out_mode(loop, asked) if asked else train(loop)
     except NotFinite as bad:
         from llmexp.modes import diagnosis
 
         raise TrainingFailed(diagnosis.run(loop, bad), "not_finite") from None
+    finally:  # STOP.training stays: a signal from here on must not undo what was reached
+        code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
+        summary = finish_run(loop, state, code)
+    last_words = told(loop, "last_words") if state == "finished" else []
+    if loop.main:
+        say_the_end(loop, state, summary, last_words)
+    loop.console.close()
+    return code
 
 
 def _carry_out_mode(loop: Loop, asked: dict[str, Any]) -> str:
+    """Do what is `asked` for in the place of training; return how that ended."""
     from llmexp.modes import calibration, replay
 
     mode = {"calibration": calibration.run, "replay": replay.run}[asked["mode"]]
     if (found := mode(loop, asked)) is None:
         return "preempted"
-    if loop.out.main:
-        fileio.write_json(loop.out.path / rundir.FOUND, found)
+    if loop.main:
+        fileio.write_json(loop.path / rundir.FOUND, found)
     return "finished"
 
 
@@ -213,14 +203,14 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
     """Save, record and upload what a run came to; return its figures.
 
     Also where it fails, with a device that is lost or a disk that is full."""
-    out = loop.out
     if loop.saving is not None:
         finish_alone(loop, loop.saving)
     summary = summarise(loop)
     try:
         close_rows(loop, state)
-        if out.main and state != "failed":
-            ending.record_end(out.path, state, code, None, summary=summary, **details(loop))
+        if loop.main and state != "failed":
+            more = loop.features.by_name("status")
+            ending.record_end(loop.path, state, code, None, summary=summary, **more)
     except BaseException:
         state, code = "failed", FAILED
         raise
@@ -230,9 +220,9 @@ def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
                 feature.closed(summary, code)
             except Exception as error:  # the others are told, and how the run ended stays
                 text = f"WARNING: the end of {type(feature).__name__} failed: {error!r}"
-                out.console.line(text)
+                loop.console.line(text)
         if state == "failed":
-            out.console.close()
+            loop.console.close()
     return summary
 
 
@@ -246,9 +236,9 @@ def close_rows(loop: Loop, state: str) -> None:
             for close in loop.features.on("close"):
                 closing.callback(close)
             show_rows(loop)
-            if loop.out.rows is not None:
-                loop.out.rows.close()
+            if loop.rows is not None:
+                loop.rows.close()
     except OSError as error:
         if state != "failed":
             raise
-        loop.out.console.line(f"WARNING: the rows may not all be on the disk: {error}")
+        loop.console.line(f"WARNING: the rows may not all be on the disk: {error}")

@@ -1,6 +1,5 @@
 """What a run says of its end, and what becomes then of a checkpoint that is on its way."""
 
-import dataclasses
 import errno
 import threading
 import time
@@ -22,7 +21,7 @@ from llmexp.train import checkpointing, failing, worker
 from llmexp.train.checkpointing import finish_alone
 from llmexp.train.feature import Feature, Features
 from llmexp.train.sampling import one_thread
-from llmexp.train.state import Loop, Outputs, Progress, Saving
+from llmexp.train.state import Loop, Progress, Saving
 from llmexp.train.step import TrainingFailed
 from llmexp.train.summary import say_the_end, summarise, told
 from tests.conftest import HANG_S, TINY, llmexp
@@ -70,9 +69,9 @@ def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: A
     config = SimpleNamespace(train=SimpleNamespace(stop_step=3))
     parts: Any = SimpleNamespace(config=config, run=run)
     console: Any = Place()
-    out = Outputs(path, True, console, Place(*rows))  # type: ignore[arg-type]
+    places: Any = path, True, console, Place(*rows)
     meter = Meter(torch.device("cpu"), 96 * progress.step)
-    return Loop(parts, setup, out, progress, meter, {}, None)
+    return Loop(parts, setup, *places, progress, meter, {}, None)
 
 
 def test_times_are_of_the_whole_run(monkeypatch):
@@ -118,10 +117,10 @@ def test_a_run_that_is_past_its_stop_says_why_it_stops_whatever_else_fails(
     loop.config.train.stop_step = stop_step
     loop.features.extend([Broken(), Noting()])
     say_the_end(loop, "preempted", {"steps": 5}, [])
-    text = loop.out.console.lines[0]
+    text = loop.console.lines[0]
     assert f"preempted by {cause} at step 5 of 10" in text
     assert "a part of this report: ZeroDivisionError" in text
-    last = [line.split()[0] for line in loop.out.console.lines[1:]]
+    last = [line.split()[0] for line in loop.console.lines[1:]]
     assert last == ["picture", "folder", "missing", "upload", "next"]
 
 
@@ -163,11 +162,11 @@ class Noting(Feature):
 def test_a_feature_that_fails_at_the_end_keeps_no_other_from_it(tmp_path, main):
     """On each rank, whether or not it writes rows; how the run ended stays."""
     loop = made(row(5), step=5, path=tmp_path)
-    loop.out = dataclasses.replace(loop.out, main=main, rows=loop.out.rows if main else None)
+    loop.main, loop.rows = main, loop.rows if main else None
     loop.features.extend([(before := Noting()), Broken(), (after := Noting())])
     assert worker.finish_run(loop, "failed", 3)["steps"] == 5
     assert before.seen == after.seen == ["close", 3]
-    lines = " ".join(loop.out.console.lines)  # type: ignore[attr-defined]
+    lines = " ".join(loop.console.lines)  # type: ignore[attr-defined]
     assert "the end of Broken failed: ZeroDivisionError" in lines
     assert told(loop, "commands") == [
         ("upload", "llmexp sync run"),
@@ -206,7 +205,7 @@ def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):
     assert (loop.saving, loop.saved) == (None, [2])
     loop.saving = Saving(2, lambda: tmp_path, loop.writer.submit(Place(full=True).close))
     finish_alone(loop, loop.saving)
-    assert loop.out.console.lines[-1].endswith("step 2 was not finished: no room")
+    assert loop.console.lines[-1].endswith("step 2 was not finished: no room")
 
 
 @pytest.mark.parametrize("way", ["committing", "written", "written later", "not written"])
@@ -223,8 +222,8 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
     finish_alone(loop, loop.saving)
     lost = way == "not written"
     assert (tmp_path / "committed").exists() == (not lost)
-    assert len(loop.out.console.lines) == lost
-    assert not lost or "step 2 was not finished: rank 1" in loop.out.console.lines[0]
+    assert len(loop.console.lines) == lost
+    assert not lost or "step 2 was not finished: rank 1" in loop.console.lines[0]
 
 
 def test_a_failure_is_recorded_with_its_kind(tmp_path):
@@ -255,7 +254,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     """Also where the device answers no more, as after a CUDA error, or the disk does not."""
     loop = made(row(2), step=3, path=tmp_path)
     rows = Place(row(2), full=broken != "device")
-    loop.out = dataclasses.replace(loop.out, rows=rows)
+    loop.rows = rows
     loop.features.append(told_last := Noting())
     if broken == "disk":
         with pytest.raises(OSError, match="no room"):
@@ -266,8 +265,8 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
         found = worker.finish_run(loop, "failed", 3)
         assert (found["steps"], "tokens_seen" in found) == (3, False)
         assert failing.failure_of(lost).exit_code == 3
-    assert len(loop.out.console.lines) == (broken == "both")  # the rows may not all be there
-    assert [len(place.ended) for place in (rows, loop.out.console)] == [1, 1]
+    assert len(loop.console.lines) == (broken == "both")  # the rows may not all be there
+    assert [len(place.ended) for place in (rows, loop.console)] == [1, 1]
     assert told_last.seen == ["close", 3]
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.keys import Key
 from llmexp.config.values import knob
@@ -18,6 +18,4 @@ KEYS = (
     Key("data_digest", "digest of the step's tokens, however they are split", text="[0-9a-f]{16}"),
 )
 
-
-def asked(config: Any) -> bool:
-    return bool(config.train.data_digest)
+asked = attrgetter("train.data_digest")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.values import optional
 
@@ -19,10 +19,5 @@ class Knobs:
     )
 
 
-def copies_of_weights(config: Any) -> int:
-    """Return how often a rank holds its part of the weights once more."""
-    return int(config.train.ema is not None)
-
-
-def asked(config: Any) -> bool:
-    return config.train.ema is not None
+COPIES_OF_WEIGHTS = 1  # a rank holds its part of them once more
+asked = attrgetter("train.ema")

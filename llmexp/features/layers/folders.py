@@ -6,10 +6,9 @@ from pathlib import Path
 from llmexp.features.layers.reading import FILE
 from llmexp.folders.rows import Rows
 
+LEFT = FILE
+
 
 def look_back(path: Path, step: int) -> Callable[[], None]:
-    file = path / FILE
-    if not file.exists():
-        return lambda: None
-    rows = Rows(file, step)
+    rows = Rows(path / FILE, step)
     return lambda: rows.open().close()

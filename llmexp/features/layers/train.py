@@ -71,8 +71,8 @@ class LayerByLayer(Feature):
 
     def begin(self, loop: Loop) -> None:
         super().begin(loop)
-        if loop.out.main:
-            self._lines = Rows(loop.out.path / FILE, loop.progress.step).open()
+        if loop.main:
+            self._lines = Rows(loop.path / FILE, loop.progress.step).open()
 
     def sync(self) -> None:
         if self._lines is not None:

@@ -50,7 +50,7 @@ def admit(parts: Parts) -> Parts:
         text += "train.check_memory=false starts it all the same"
         raise refuse("too_large", "train.check_memory", True, text)
     adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
-    more = sum(copies(config) for copies in features.offered("config", "copies_of_weights"))
+    more = sum(features.offered("config", "COPIES_OF_WEIGHTS", config))
     state = share * (1 + more + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
     about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from llmexp.config.values import knob
 
@@ -17,7 +16,3 @@ class Knobs:
         affects="nothing",
         default=True,
     )
-
-
-def asked(config: Any) -> bool:
-    return True  # what was measured before is shown of each run

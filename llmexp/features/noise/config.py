@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from operator import attrgetter
+from typing import TypedDict
 
 from llmexp.config.keys import Key
 from llmexp.config.values import count
@@ -27,6 +28,4 @@ KEYS = (
     Key("noise_scale_high", "upper end of the 95 % interval of noise_scale"),
 )  # fmt: skip
 
-
-def asked(config: Any) -> bool:
-    return config.metrics.noise_scale_every is not None
+asked = attrgetter("metrics.noise_scale_every")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.keys import Key
 from llmexp.config.values import knob, usual, where
@@ -39,6 +39,4 @@ KEYS = (
         "outlier steps", better="lower"),
 )  # fmt: skip
 
-
-def asked(config: Any) -> bool:
-    return config.metrics.outlier_sigma is not None
+asked = attrgetter("metrics.outlier_sigma")

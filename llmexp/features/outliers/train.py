@@ -51,7 +51,7 @@ class Outliers(Feature):
             self._steps = [*self._steps, step][-KEPT:]
             skipped = "; its update was skipped" if outcome.skipped else ""
             why = describe(limits, outcome.loss, outcome.grad_norm)
-            self.loop.out.console.line(f"step {step:,} is an outlier: {why}{skipped}")
+            self.loop.console.line(f"step {step:,} is an outlier: {why}{skipped}")
         for watch in self.watchers:
             watch(outcome, self._judge.robust())
         if outcome.is_finite:
@@ -59,7 +59,7 @@ class Outliers(Feature):
             self._judge.add(outcome.loss, outcome.grad_norm, skipped=skipped_here)
             if self._judge.skipped == LASTING:
                 words = f"{LASTING} in a row: this level counts as usual from now on"
-                self.loop.out.console.line(words)
+                self.loop.console.line(words)
         if any(stage.first_step == step for stage in self.loop.run.stages[1:]):
             self._judge.forget()  # the next step has another batch, and other norms
 

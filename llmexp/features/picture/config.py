@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.values import knob
 
@@ -16,5 +16,4 @@ class Knobs:
     )
 
 
-def asked(config: Any) -> bool:
-    return bool(config.metrics.picture)
+asked = attrgetter("metrics.picture")

@@ -18,7 +18,7 @@ class Picture(Feature):
     def files(self) -> list[tuple[str, str]]:
         from llmexp.metrics.plot import plot_losses
 
-        path = self.loop.out.path
+        path = self.loop.path
         before = (row for row, _ in walk_rows(path / LINEAGE))
         rows = (row for row, _ in walk_rows(path / rundir.METRICS))
         if png := plot_losses(rows, f"{self.loop.config.name}/{path.name}", before):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.values import count, where
 
@@ -27,5 +27,4 @@ class Knobs:
     )
 
 
-def asked(config: Any) -> bool:
-    return config.train.profile_start is not None
+asked = attrgetter("train.profile_start")

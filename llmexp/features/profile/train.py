@@ -34,9 +34,9 @@ class Profile(Feature):
 
     def train_start(self) -> None:
         before = self._first - self.loop.progress.step - 1
-        if not self.loop.out.main or before < 0:
+        if not self.loop.main or before < 0:
             return
-        target = self.loop.out.path / f"trace_step_{self._first:08d}.json"
+        target = self.loop.path / f"trace_step_{self._first:08d}.json"
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=before, warmup=0, active=self._steps, repeat=1),
             on_trace_ready=lambda done: export_trace(done, target),

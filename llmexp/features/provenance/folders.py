@@ -107,8 +107,6 @@ def _write(run_dir: Path, resumed: bool) -> None:
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
     about: dict[str, Any] = {"platform": platform.platform(), **drivers(), **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
-    if container := image():
-        about["container"] = container
     about = as_recorded(about)
     written = folders(run_dir)
     before = read_provenance(written[-1]) if written else {}
@@ -262,10 +260,10 @@ def image() -> str | None:
 
 
 def drivers() -> dict[str, str]:
-    """Return the versions of CUDA, cuDNN and the NVIDIA driver; what is not there is absent."""
+    """Return image, versions of CUDA, cuDNN and NVIDIA's driver; what is not there is absent."""
     import torch
 
-    found: dict[str, Any] = {"cuda": torch.version.cuda}
+    found: dict[str, Any] = {"cuda": torch.version.cuda, "container": image()}
     if torch.cuda.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.keys import Key
 from llmexp.config.values import optional
@@ -24,6 +24,4 @@ KEYS = (
     Key("clipped_heads", "share of heads that this step scaled"),
 )
 
-
-def asked(config: Any) -> bool:
-    return config.clip.qk_limit is not None
+asked = attrgetter("clip.qk_limit")

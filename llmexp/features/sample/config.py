@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.values import count, knob, where
 
@@ -24,5 +24,4 @@ class Knobs:
     )
 
 
-def asked(config: Any) -> bool:
-    return bool(config.train.sample_tokens)
+asked = attrgetter("train.sample_tokens")

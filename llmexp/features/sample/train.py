@@ -43,7 +43,7 @@ class Sample(Feature):
             if self.loop.mesh.sharded and not isinstance(error, (KeyError, ValueError)):
                 raise  # not of the tokenizer: other ranks may be waiting for this one in the model
             text = f"none: {error!r}"
-        self.loop.out.console.line(f"sample: {text}")
+        self.loop.console.line(f"sample: {text}")
 
     def last_words(self) -> list[tuple[str, str]]:
         """Return a last sample. The run is over and recorded: an error is only printed."""
@@ -59,7 +59,7 @@ class Sample(Feature):
 
     @property
     def _takes_part(self) -> bool:
-        return self.loop.out.main or self.loop.mesh.sharded
+        return self.loop.main or self.loop.mesh.sharded
 
     def text(self) -> str:
         """Return a sampled text on one line, which begins as `first_words` says."""

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from operator import attrgetter
+from typing import TypedDict
 
 from llmexp.config.values import knob, where
 
@@ -29,8 +30,7 @@ class Status(TypedDict, total=False):
     spikes: Spikes
 
 
-def asked(config: Any) -> bool:
-    return bool(config.metrics.spikes)
+asked = attrgetter("metrics.spikes")
 
 
 needs_layers = asked  # of each step

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from llmexp.features.spikes.config import FOLDER
 
+LEFT = FOLDER
+
 
 def look_back(path: Path, step: int) -> Callable[[], None]:
     files = [file for file in (path / FOLDER).glob("*.json") if file.stem.isdigit()]

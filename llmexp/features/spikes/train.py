@@ -75,10 +75,10 @@ class Spikes(Feature):
         if first is not None:
             count = self.rose_first.get(first["module"], 0)
             self.rose_first[first["module"]] = count + 1
-        if not loop.out.main:
+        if not loop.main:
             return
         begin, starts = sequences_of(loop.parts, step)
-        folder = loop.out.path / FOLDER
+        folder = loop.path / FOLDER
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -97,7 +97,7 @@ class Spikes(Feature):
             },
         )
         why = describe(limits, outcome.loss, outcome.grad_norm)
-        loop.out.console.line(f"step {step:,} is a spike: {why}; {what_rose(steps, first)}")
+        loop.console.line(f"step {step:,} is a spike: {why}; {what_rose(steps, first)}")
 
     def summary(self) -> dict[str, Any]:
         return {"spikes": self.spikes, "spike_tokens": self.spike_tokens}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from llmexp.config.values import count, knob, optional, where
 
@@ -30,5 +30,4 @@ class Knobs:
     )
 
 
-def asked(config: Any) -> bool:
-    return bool(config.train.tasks)
+asked = attrgetter("train.tasks")

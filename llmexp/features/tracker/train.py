@@ -25,8 +25,8 @@ class Mirrored(Feature):
         from llmexp.tracker.mirror import open_trackers
 
         super().begin(loop)
-        if loop.out.main:
-            self._trackers = open_trackers(loop.out.path, loop.config, loop.out.console.line)
+        if loop.main:
+            self._trackers = open_trackers(loop.path, loop.config, loop.console.line)
 
     def closed(self, summary: dict[str, Any], code: int) -> None:
         if self._trackers is not None:
@@ -35,5 +35,5 @@ class Mirrored(Feature):
     def commands(self) -> list[tuple[str, str]]:
         from llmexp.tracker.fields import upload_is_pending
 
-        path = self.loop.out.path
+        path = self.loop.path
         return [("upload", command("sync", path))] if upload_is_pending(path) else []

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from llmexp import features
 from llmexp.config import variables
 from llmexp.config.parts import COMMON
-from llmexp.config.rules import asks_rule
+from llmexp.config.rules import LIBRARY_TARGET, asks_rule
 from llmexp.config.sections import Config, plain
 from llmexp.config.targets import bind, hook, place
 from llmexp.config.values import ConfigError, is_ours
@@ -41,6 +41,7 @@ from llmexp.train.assembly.building import (
     build_on_meta,
     build_optimizers,
     built_whole,
+    draws_by_blocks,
     initial_warnings,
     left_in_evaluation,
     named_optimizer,
@@ -122,6 +123,11 @@ class Cache:
         return found
 
 
+def _at_once(make: Callable[..., _T], *arguments: Any) -> _T:
+    """Return `make(*arguments)`, as a `Cache` does."""
+    return make(*arguments)
+
+
 def _sorted(value: Any) -> Any:
     """Return plain values, each mapping as pairs in one order, whatever types its keys have."""
     if isinstance(value, dict):
@@ -136,13 +142,14 @@ def assemble(
 
     `tried`: a checkpoint of the run is there, so its model and first weights were checked before.
     `parent`: that of a fork, from its run.json. Raises ConfigError."""
-    cached = cache or Cache()
+    cached = cache or _at_once
     variables.remember_names(plain(config))
     for check in features.offered("assembly", "check", config):
         check(config)
     # place: device, ranks and arithmetic, the batch on these ranks, hooks
     place = placed(config)
-    config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
+    if config.optimizer.get("_target_") == LIBRARY_TARGET:
+        config = dataclasses.replace(config, optimizer=named_optimizer(config.optimizer))
     _check_batch(config, dp_size := place.layout.dp_size)
     hooks = own_hooks(config.hooks) if config.hooks else []
     # inputs: tokenizer and vocabulary
@@ -150,24 +157,24 @@ def assemble(
     kind, end = place.precision, document_end(tokenizer, config.batch.document_mask)
     # model: without memory, with its optimizers and its loss; a user's own model is tried
     sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, cached)
-    section = sized, kind, end
-    model = cached(build_on_meta, *section)
+    model = cached(build_on_meta, *(section := (sized, kind, end)))
     config, rule = _ruled(config, dp_size, model)
     solved = _solved(config, place, sized)
     bare = _bare(model, section, solved, place, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
-    begins_with = solved.model, solved.fork.run, uses_tokenizer(solved.data), model, tokenizer
-    warnings = [*bare.warnings, *check_parallel(solved, place, bare.loss)]
-    warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
+    warnings = list(bare.warnings)
+    if not draws_by_blocks(solved.model):
+        warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
     if not tried and not parent and (solved.fork.run or solved.model.get("init_from") is not None):
-        warnings += cached(initial_warnings, *begins_with)
+        given = solved.model, solved.fork.run, uses_tokenizer(solved.data)
+        warnings += cached(initial_warnings, *given, model, tokenizer)
     if not is_ours(solved.model["_target_"]) and not tried:
         warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
     find_parent = None if parent else _forked(solved, model)
     # data: what features prepare; token ids, prepared and checked against the vocabulary
-    prepared = features.answers("assembly", "prepare", solved, solved, tokenizer, cached)
+    prepared = features.merged("assembly", "prepare", solved, tokenizer, cached, config=solved)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
     # run: every derived number
     parent = find_parent(corpus) if find_parent else parent
@@ -251,7 +258,7 @@ def _trial(
     ids: int | None,
     solved: Config,
     place: Placement,
-    cached: Cache,
+    cached: Callable[..., Any],
 ) -> list[str]:
     """Try a user's own model, and return warnings. Raises ConfigError."""
     from llmexp.modes import own_model
@@ -271,7 +278,11 @@ def _forked(solved: Config, model: nn.Module) -> Callable[[Corpus], Parent] | No
 
 
 def _bare(
-    model: nn.Module, section: tuple[Any, ...], solved: Config, place: Placement, cached: Cache
+    model: nn.Module,
+    section: tuple[Any, ...],
+    solved: Config,
+    place: Placement,
+    cached: Callable[..., Any],
 ) -> Bare:
     """Return what the run trains, without memory; optimizers of the user's are tried.
 
@@ -295,10 +306,13 @@ def _bare(
         if known := [one for one in map(traits_of, optimizers) if one is not None]:
             check_ranks(known, place.layout)
         loss = SummedLoss(model)
-    if names := not_updated(given, optimizers):
+    if own and (names := not_updated(given, optimizers)):
         text = f"leaves out {len(names)} of the parameters that the model trains, which stay"
         text = f"optimizer: {optimizer['_target_']} {text} as they are: {first_of(names)}"
         warnings = [*warnings, text]
+    recomputed = solved.parallelism.activation_checkpointing != "none"
+    if recomputed or place.layout.tensor_parallel_size > 1:
+        warnings = [*warnings, *check_parallel(solved, place, loss)]
     return Bare(loss, given, optimizers, building, warnings)
 
 

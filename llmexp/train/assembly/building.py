@@ -134,18 +134,13 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
             text = f"{dotted} knows nothing of documents; give it an attribute `document_end`"
             raise refuse("unsupported", "batch.document_mask", True, f"{text}, {way}", False)
         setattr(model, "document_end", end)  # noqa: B010
-    _begin_training(model)
-    dtype = precision.parameter_dtype(kind)
-    # not `to`, which makes complex numbers real
-    return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _begin_training(model: nn.Module) -> None:
-    """Put a model into training, but for the modules that its code has put into evaluation."""
     evaluated = [module for module in model.modules() if not module.training]
     model.train()  # it may do more than set the modes
     for module in evaluated:
         module.training = False
+    dtype = precision.parameter_dtype(kind)
+    # not `to`, which makes complex numbers real
+    return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def begin_model(
@@ -178,7 +173,7 @@ def begin_model(
 
 def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
     """Return what ranks that share a model pay where each has to build all of it, in words."""
-    if draws_by_blocks(section) or layout.shard_size * layout.tensor_parallel_size == 1:
+    if layout.shard_size * layout.tensor_parallel_size == 1:
         return []
     held = gib(sum(t.nbytes for t in model.state_dict().values()))
     return [
@@ -229,9 +224,7 @@ def _sized(
 
 
 def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer section, with the package of one that is named. Raises ConfigError."""
-    if section.get("_target_") != LIBRARY_TARGET:
-        return section
+    """Return the section of optimizer=library, with the package of its name. Raises ConfigError."""
     from llmexp.optim.optimizers import library
 
     name = fill(section, "optimizer").get("name")
@@ -251,7 +244,8 @@ def build_optimizers(
     built = bind("optimizer", section, {})(model)
     try:
         optimizers = held.as_list(built)
-        held.check_held(model, optimizers, trained)
+        if section["_target_"] == LIBRARY_TARGET or not is_ours(section["_target_"]):
+            held.check_held(model, optimizers, trained)
     except ValueError as error:
         raise ConfigError(
             kind_of_error(error, "bad_own_part"), f"{error}{place_of(section, 'optimizer')}"

@@ -41,7 +41,10 @@ class Placement:
 
 def placed(config: Config) -> Placement:
     """Return where a run computes. Raises ConfigError for what is not there."""
-    device = _device(config.train.device)
+    wanted, there = config.train.device, torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise refuse("no_device", "train.device", wanted, "no CUDA device is visible", "cpu")
+    device = torch.device("cuda" if there and wanted != "cpu" else "cpu")
     layout = _layout(config, device)
     kind, reason = precision.choose(config.precision.kind, device)
     offload = config.parallelism.activation_checkpointing == "offload"
@@ -82,13 +85,6 @@ def _missing_to_compile(device: torch.device) -> str:
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         return "compiling for CUDA needs the headers of Python (the package python3-dev)"
     return ""
-
-
-def _device(kind: str) -> torch.device:
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise refuse("no_device", "train.device", kind, "no CUDA device is visible", "cpu")
-    on_cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_cuda else "cpu")
 
 
 def _layout(config: Config, device: torch.device) -> Layout:

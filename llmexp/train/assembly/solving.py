@@ -77,6 +77,7 @@ def run_facts(
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
     with_head, in_blocks = parameter_counts(model)
+    flops = getattr(model, "flops_per_token", None)
     parameters, idle = sum(p.numel() for p in model.parameters()), idle_parameters(model)
     return Facts(
         parallelism=config.parallelism.kind,
@@ -92,7 +93,7 @@ def run_facts(
         parameters_with_head=with_head,
         parameters_in_blocks=in_blocks,
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
-        flops_per_token=price_of(model, config.batch.sequence_length).flops_per_token,
+        flops_per_token=flops(config.batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
         loss_kernel=kernel_of(config, bare.loss, place.layout, place.device, place.compiled),
         tokenizer=redacted(tokenizer.name),
@@ -148,13 +149,17 @@ def solve_run(
 
     `solved` is `config` with every derived value; `cached`: an `assemble.Cache`. Raises
     ConfigError."""
+    warmup = {
+        name: checked_knob(f"schedule.{name}", config.schedule.get(name))
+        for name in ("warmup_steps", "warmup_ratio")
+    }
     made_of = cached(versions), cached(source_commit)
-    run = solve(config, facts, functools.partial(_warmup, config.schedule), *made_of)
+    run = solve(config, facts, functools.partial(schedule.warmup_updates, **warmup), *made_of)
     return dataclasses.replace(
         run,
         warnings=(*warnings, *corpus.warnings, *_too_late(config, run)),
         sources=() if corpus.mixed is None else tuple(_sources(corpus.mixed, run)),
-        **features.answers("assembly", "known", solved, solved, run),
+        **features.merged("assembly", "known", solved, run, config=solved),
     )
 
 
@@ -166,13 +171,6 @@ def _sources(mixed: Mixture, run: Run) -> Iterator[SourceShare]:
             least = math.ceil(epochs)
             raise refuse("out_of_range", "data.max_epochs", mixed.max_epochs, text, least)
         yield SourceShare(name, mixed.tokens[name], sequences, epochs)
-
-
-def _warmup(section: dict[str, Any], total: int) -> int:
-    """Return the updates of warm-up of a schedule over `total` updates. Raises ConfigError."""
-    names = ("warmup_steps", "warmup_ratio")
-    knobs = {name: checked_knob(f"schedule.{name}", section.get(name)) for name in names}
-    return schedule.warmup_updates(total, **knobs)
 
 
 def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from llmexp.features.noise.train import Noise
 from llmexp.run import Run
 from llmexp.run.stages import BatchStage, Begin
-from llmexp.train.summary import details
 from tests.train.test_end import made
 
 
@@ -24,4 +23,6 @@ def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale
     for name in ("stage_at", "sequences_at", "tokens_at"):
         setattr(run, name, functools.partial(getattr(Run, name), run))
     loop.parts.run = run
-    assert details(loop)["noise"]["verdict"].startswith("whether real_batch_size 4 is large")
+    assert loop.features.by_name("status")["noise"]["verdict"].startswith(
+        "whether real_batch_size 4 is large"
+    )

@@ -163,7 +163,7 @@ def test_ordinary_steps_that_another_feature_skips_are_no_new_level():
     outliers.loop = SimpleNamespace(  # type: ignore[assignment]
         progress=SimpleNamespace(step=41),
         run=SimpleNamespace(stages=()),
-        out=SimpleNamespace(console=SimpleNamespace(line=lines.append)),
+        console=SimpleNamespace(line=lines.append),
     )
     for _ in range(LASTING):
         outliers.finished(Outcome(96.0, True, 2.0, 1.0, 1.0, False, 1.0))

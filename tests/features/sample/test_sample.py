@@ -89,9 +89,9 @@ def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: b
     setup = SimpleNamespace(loss=model, model=model, module=model, optimizers=[])
     mesh, console = SimpleNamespace(sharded=sharded, distributed=False), SimpleNamespace()
     console.line = said.append
-    out = SimpleNamespace(main=True, console=console)
+    out = {"main": True, "console": console}
     made = Sample(SimpleNamespace(sample_every=1, sample_tokens=20))  # type: ignore[arg-type]
-    made.loop = SimpleNamespace(setup=setup, parts=parts, run=run, mesh=mesh, out=out)  # type: ignore[assignment]
+    made.loop = SimpleNamespace(setup=setup, parts=parts, run=run, mesh=mesh, **out)  # type: ignore[assignment]
     return made
 
 
