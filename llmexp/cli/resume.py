@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,6 @@ from llmexp.cli.running import run_command
 from llmexp.compose import app, command_line, security
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
-from llmexp.config.convert import with_knobs
 from llmexp.config.labels import plural
 from llmexp.config.sections import Config, plain
 from llmexp.config.values import ConfigError, quoted, refuse
@@ -87,10 +87,10 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         security.refuse_secrets(list(overrides), "the command line")
         for check in features.offered("cli", "check_resume", config):
             check(config, path, given)
-        config = with_knobs(config, checkpoint={"resume": "must"})
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="must"))
         request = {"config": plain(config), "folder": str(path), "fixed": True}
         request |= {key: recorded.get(key) for key in rundir.RECORDED}
-        if "schedule.warmup_steps" not in given:
+        if budget and "schedule.warmup_steps" not in given:
             request["note"] = note_of(before, config)
         return waiting.run(request)[0]
 

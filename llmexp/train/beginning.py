@@ -25,7 +25,7 @@ from llmexp.run.banner import banner_sections
 from llmexp.system import hardware
 from llmexp.system.console import Console, banner
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.feature import look_back, starting
+from llmexp.train.feature import look_back
 from llmexp.train.folder import fixed_facts, fixed_part
 from llmexp.train.set_up import set_up
 from llmexp.train.state import Loop, Progress
@@ -107,7 +107,8 @@ def restore(
     try:
         here = fixed_part(plain(config))
         changed = differing(loaded.manifest["config"], here) if forked else []
-        loading.restore_model(loaded, setup.model, computed=not starting(changed, "model."))
+        of_model = any(key.startswith("model.") for key in changed)
+        loading.restore_model(loaded, setup.model, computed=not of_model)
         if not forked or not config.fork.reset_optimizer:
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if forked and config.train.twin:

@@ -73,6 +73,7 @@ class Parts:
     device: torch.device
     precision: str
     tokenizer: Tokenizer
+    document_end: int | None  # the id that attention and targets do not reach across
     corpus: Corpus
     build_model: Callable[[], nn.Module]  # `begin_model` follows
     begin_model: Callable[..., None]
@@ -87,11 +88,6 @@ class Parts:
         model = self.build_model()
         self.begin_model(model, torch.device("cpu"))
         return model
-
-    @property
-    def document_end(self) -> int | None:
-        """Return the id that attention and targets do not reach across; None: there is none."""
-        return document_end(self.tokenizer, self.config.batch.document_mask)
 
     @functools.cached_property
     def text_bytes(self) -> TextBytes:
@@ -158,21 +154,19 @@ def assemble(
     # model: without memory, with its optimizers and its loss; a user's own model is tried
     sized, shape = shaped(with_vocabulary(config.model, tokenizer), kind, end, cached)
     model = cached(build_on_meta, *(section := (sized, kind, end)))
-    config, rule = _ruled(config, dp_size, model)
+    config, rule = _ruled(config, dp_size, model) if asks_rule(config.optimizer) else (config, None)
     solved = _solved(config, place, sized)
     bare = _bare(model, section, solved, place, cached)
     train, length, mask = config.train, config.batch.sequence_length, config.batch.document_mask
     ids = check_model(model, length, tokenizer)
     warnings = list(bare.warnings)
-    if not draws_by_blocks(solved.model):
-        warnings += built_whole(solved.model, model, place.layout) + left_in_evaluation(model)
     if not tried and not parent and (solved.fork.run or solved.model.get("init_from") is not None):
         given = solved.model, solved.fork.run, uses_tokenizer(solved.data)
         warnings += cached(initial_warnings, *given, model, tokenizer)
     if not is_ours(solved.model["_target_"]) and not tried:
         warnings += _trial(section, model, tokenizer, ids, solved, place, cached)
     bind("schedule", config.schedule, {})  # refuses wrong knobs
-    find_parent = None if parent else _forked(solved, model)
+    find_parent = _forked(solved, model) if solved.fork.run and not parent else None
     # data: what features prepare; token ids, prepared and checked against the vocabulary
     prepared = features.merged("assembly", "prepare", solved, tokenizer, cached, config=solved)
     corpus = cached(build_corpus, solved.data, tokenizer, ids or tokenizer.n_vocab, length, mask)
@@ -186,6 +180,7 @@ def assemble(
         device=place.device,
         precision=place.precision,
         tokenizer=tokenizer,
+        document_end=end,
         corpus=corpus,
         build_model=functools.partial(build_model, *section, train.seed),
         begin_model=functools.partial(begin_model, sized, train.seed, train.twin),
@@ -244,8 +239,6 @@ def _check_batch(config: Config, dp_size: int) -> None:
 
 def _ruled(config: Config, dp_size: int, model: nn.Module) -> tuple[Config, str | None]:
     """Return the config with what optimizer.rule sets, and that in words. Raises ConfigError."""
-    if not asks_rule(config.optimizer):
-        return config, None
     from llmexp.run.rules import solve_rule
 
     return solve_rule(config, dp_size, price_of(model, config.batch.sequence_length))
@@ -268,10 +261,8 @@ def _trial(
     return cached(own_model.run, section, model, *batch, *at)
 
 
-def _forked(solved: Config, model: nn.Module) -> Callable[[Corpus], Parent] | None:
-    """Return what finds the parent of a fork; None for a run that is none. Raises ConfigError."""
-    if solved.fork.run is None:
-        return None
+def _forked(solved: Config, model: nn.Module) -> Callable[[Corpus], Parent]:
+    """Return what finds the parent of a fork. Raises ConfigError."""
     from llmexp.modes import fork
 
     return fork.run(solved, model)
@@ -313,6 +304,9 @@ def _bare(
     recomputed = solved.parallelism.activation_checkpointing != "none"
     if recomputed or place.layout.tensor_parallel_size > 1:
         warnings = [*warnings, *check_parallel(solved, place, loss)]
+    if not draws_by_blocks(solved.model):
+        whole = built_whole(solved.model, model, place.layout)
+        warnings = [*warnings, *whole, *left_in_evaluation(model)]
     return Bare(loss, given, optimizers, building, warnings)
 
 

@@ -252,11 +252,10 @@ def build_optimizers(
         ) from None
     for optimizer, known in zip(optimizers, traits, strict=False):
         optimizer.llmexp_traits = known  # type: ignore[attr-defined]
-    wanted = _groups_of(section)
-    if wanted or getattr(model, "width_ratio", 1.0) != 1:
+    if section.get("groups", []) != [] or getattr(model, "width_ratio", 1.0) != 1:
         from llmexp.optim import groups
 
-        groups.by_name(model, optimizers, wanted)
+        groups.by_name(model, optimizers, _groups_of(section))
         groups.by_width(model, optimizers)
     return optimizers
 
@@ -269,10 +268,8 @@ def _groups_of(section: dict[str, Any]) -> list[Group]:
     return found
 
 
-def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return what model.parametrization=mup changes, and by how much; None where it is standard."""
-    if getattr(model, "base_width", None) is None:
-        return None
+def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str:
+    """Return what model.parametrization=mup changes, and by how much."""
     from llmexp.optim.groups import mup_words
 
     return mup_words(model, optimizers)

@@ -76,6 +76,7 @@ def run_facts(
     model, section = bare.loss.model, fill(config.model, "model")
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
+    by_width = getattr(bare.given, "base_width", None) is not None
     with_head, in_blocks = parameter_counts(model)
     flops = getattr(model, "flops_per_token", None)
     parameters, idle = sum(p.numel() for p in model.parameters()), idle_parameters(model)
@@ -110,7 +111,7 @@ def run_facts(
             if config.optimizer.get("groups")
             else ()
         ),
-        parametrization=width_words(bare.given, bare.optimizers),
+        parametrization=width_words(bare.given, bare.optimizers) if by_width else None,
         rule=rule,
         shape=shape,
         parent=parent,
