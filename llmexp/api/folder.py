@@ -93,7 +93,7 @@ class Run:
 
         It is empty where `metrics.layers_every` was null; the columns are in docs/diagnostics.md.
         """
-        read_layers = features.merged("api", "FIGURES")["layers"]
+        read_layers = features.merged("api", "FIGURES").get("layers", lambda path: ())
         return framed(list(read_layers(self.path)))
 
     @cached_property
