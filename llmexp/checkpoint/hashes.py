@@ -6,9 +6,9 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, Plain
 from llmexp.system.fileio import sha256
 
 OPENING = os.O_RDONLY | os.O_CLOEXEC
@@ -18,7 +18,7 @@ class CheckpointError(ConfigError):
     """A checkpoint is missing, damaged or does not fit; the text names the file."""
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> Plain:
     """Return the size and sha256 of a file."""
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
@@ -37,7 +37,7 @@ class OpenFiles:
         for file in list(self._handles):
             self.close(file)
 
-    def fingerprint(self, file: Path) -> dict[str, Any]:
+    def fingerprint(self, file: Path) -> Plain:
         """Return the size and sha256 of a file, which may stay open."""
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -70,7 +70,7 @@ class OpenFiles:
             os.close(handle)
 
 
-def open_undamaged(expected: dict[Path, dict[str, Any]]) -> OpenFiles:
+def open_undamaged(expected: dict[Path, Plain]) -> OpenFiles:
     """Return the files, some of them open, or raise CheckpointError for the first damaged one.
 
     A file is damaged where its size or sha256 is not that of `expected`, from the manifest. Several

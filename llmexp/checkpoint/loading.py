@@ -46,6 +46,7 @@ from llmexp.checkpoint.slices import (
     room_for,
 )
 from llmexp.checkpoint.stored import copy_overlap, read_index_entry
+from llmexp.config.values import Plain
 from llmexp.mesh.groups import Mesh, any_rank
 from llmexp.optim.eval_weights import finish
 from llmexp.optim.states import traits_of
@@ -65,8 +66,8 @@ class Loaded:
 
     path: Path
     step: int
-    manifest: dict[str, Any]
-    state: dict[str, Any]
+    manifest: Plain
+    state: Plain
     tensors: dict[str, dict[str, list[StoredPiece]]]  # by kind: model, optimizer, of features
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
     open_files: OpenFiles
@@ -141,7 +142,7 @@ def read_checkpoint(
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
     seen: dict[Path, tuple[int, ...]] = {}
-    hashed: dict[Path, dict[str, Any]] = {}
+    hashed: dict[Path, Plain] = {}
     if kinds is None:
         there = {re.split(r"[-.]", name)[0] for name, _ in files if name != STATE}
         kinds = (*_NEEDED, *sorted(there - {*_NEEDED}))
@@ -176,7 +177,7 @@ def read_checkpoint(
     return Loaded(path, step, manifest, state, pieces, seen, open_files)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> Plain:
     """Return the manifest, with a step and files in it. Raises CheckpointError and ConfigError."""
     file = path / MANIFEST
     try:
@@ -193,7 +194,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _pieces(
-    path: Path, manifest: dict[str, Any], kinds: tuple[str, ...]
+    path: Path, manifest: Plain, kinds: tuple[str, ...]
 ) -> dict[str, dict[str, list[StoredPiece]]]:
     """Return the pieces of each tensor of these kinds, from the index in the manifest.
 

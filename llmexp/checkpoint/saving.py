@@ -28,6 +28,7 @@ from llmexp.checkpoint.loading import CHECKPOINT_FORMAT, NOT_RESTORED, STATE
 from llmexp.checkpoint.slices import Piece, named_tensors, names_by_id, piece_of, writes_split
 from llmexp.checkpoint.stored import entry_of
 from llmexp.checkpoint.tensor_files import write_tensors
+from llmexp.config.values import Plain
 from llmexp.mesh.split import is_split
 from llmexp.models.common import all_finite
 from llmexp.optim.eval_weights import TRAINED
@@ -43,7 +44,7 @@ class Pieces:
     world: int
     files: dict[str, dict[str, Piece]]
     # for state.pt: parameter groups and states that are no tensors; buffers beside the model's file
-    optimizers: list[dict[str, Any]]
+    optimizers: list[Plain]
     buffers: dict[str, Tensor]
     # tensors of this rank with values that a resumed run could not go on from
     bad: list[str] = field(default_factory=list)
@@ -68,13 +69,13 @@ def snapshot(
     """
     names = names_by_id(model, optimizers)
     states: dict[str, Tensor] = {}
-    described: list[dict[str, Any]] = []
+    described: list[Plain] = []
     for number, optimizer in enumerate(optimizers):
         groups = []
         for group in optimizer.param_groups:
             kept = {k: copying.deepcopy(v) for k, v in group.items() if k not in NOT_RESTORED}
             groups.append(kept | {"params": [names[id(p)] for p in group["params"]]})
-        plain: dict[str, dict[str, Any]] = {}
+        plain: dict[str, Plain] = {}
         for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
             plain[name], held = apart(state)
@@ -167,7 +168,7 @@ def write_pieces(root: Path, step: int, pieces: Pieces) -> None:
     with _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo):
         root.mkdir(exist_ok=True)
         temporary.mkdir(exist_ok=True)
-        files: dict[str, Any] = {}
+        files: Plain = {}
         index: dict[str, dict[str, list[Any]]] = {}
         for name, own in pieces.files.items():
             boxes = {
@@ -191,8 +192,8 @@ def commit_checkpoint(
     root: Path,
     step: int,
     pieces: Pieces,
-    state: dict[str, Any],
-    meta: dict[str, Any],
+    state: Plain,
+    meta: Plain,
     keep: int | None,
     saved: Sequence[int] = (),
     keep_every: int | None = None,
@@ -242,11 +243,11 @@ def commit_checkpoint(
     return final
 
 
-def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], str]:
+def _collect(temporary: Path, world: int) -> tuple[Plain, str]:
     """Return the fingerprints of the files that all ranks have written, and the index of pieces.
 
     The ranks' notes have them. The index is JSON: kind -> name -> an entry for each piece."""
-    files: dict[str, Any] = {}
+    files: Plain = {}
     index: dict[str, dict[str, list[Any]]] = {}
     for rank in range(world):
         note = temporary / _note(rank)

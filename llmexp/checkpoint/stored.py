@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from llmexp.checkpoint.slices import TYPES, Piece, StoredPiece
+from llmexp.config.values import Plain
 
 READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
 _SMALL = 16  # bytes of a tensor that the index holds: counts of steps, which all ranks need
@@ -30,7 +31,7 @@ def entry_of(file: str, at: int, piece: Piece) -> list[Any]:
     return entry
 
 
-def read_index_entry(folder: Path, entry: list[Any], files: dict[str, Any]) -> StoredPiece:
+def read_index_entry(folder: Path, entry: list[Any], files: Plain) -> StoredPiece:
     """Return the piece that an entry of the index describes. Raises ValueError and the like."""
     file, at, shape, offset, size, dtype, *value = entry
     if file not in files:

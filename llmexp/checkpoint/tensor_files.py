@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmexp.checkpoint.slices import TYPES
+from llmexp.config.values import Plain
 
 HASH_BYTES = 2**20  # that are hashed while a processor's cache holds them
 _ORDER = list(TYPES)
@@ -21,7 +21,7 @@ _ORDER = list(TYPES)
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, int]]:
+) -> tuple[Plain, dict[str, int]]:
     """Write a safetensors file and flush it to the disk.
 
     Return its size and sha256, and the byte where each tensor begins.
@@ -52,7 +52,7 @@ def header(
     named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
     """Return the beginning of a safetensors file with these tensors in this order."""
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    entries: Plain = {"__metadata__": dict(sorted(metadata.items()))}
     at = 0
     for name, dtype, shape in named:
         end = at + math.prod(shape) * dtype.itemsize

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from llmexp.compose.overrides import COMMAND_LINE, Layer, key_of, layers
 from llmexp.config.rules import ONE_NUMBER, SHAPE_KEYS
+from llmexp.config.values import Plain
 from llmexp.config.variables import fill
 from llmexp.run.batch import CUT_KEYS
 from llmexp.run.rules import BATCH_KEYS, keys_set
@@ -16,7 +17,7 @@ from llmexp.run.rules import BATCH_KEYS, keys_set
 SHAPE = (*SHAPE_KEYS, "head_dim")
 
 
-def adopt(tree: dict[str, Any], cfg: DictConfig, typed: Sequence[str], saved: bool) -> None:
+def adopt(tree: Plain, cfg: DictConfig, typed: Sequence[str], saved: bool) -> None:
     """Put what follows from given values into the plain config, where nobody has given it.
 
     `typed`: the overrides that it is composed with. `saved`: it is composed over the config of a
@@ -50,7 +51,7 @@ def _follow_ramp(batch: Any, given: set[str]) -> None:
                 batch[name] = None
 
 
-def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
+def _take_sizes(model: Plain, cfg: DictConfig) -> None:
     """Put the sizes and switches of model.init_from into the plain config.
 
     Those that the command line or an experiment gives stay: where they differ, the run is refused
@@ -68,7 +69,7 @@ def _take_sizes(model: dict[str, Any], cfg: DictConfig) -> None:
             model[key] = theirs
 
 
-def _follow_width(model: dict[str, Any], there: Sequence[Layer], given: set[str]) -> None:
+def _follow_width(model: Plain, there: Sequence[Layer], given: set[str]) -> None:
     """Keep the ratio of MLP and experts to the width of the model where that alone is given."""
     for name in ("d_ff", "d_expert"):
         width: Any = None
@@ -81,7 +82,7 @@ def _follow_width(model: dict[str, Any], there: Sequence[Layer], given: set[str]
             model[name] = round(inner / beside * width)
 
 
-def _leave_experts_open(model: dict[str, Any]) -> None:
+def _leave_experts_open(model: Plain) -> None:
     """Leave the width of experts to the rule of the shape, at the ratio of the option."""
     width, expert, rule = (model.get(k) for k in ("d_model", "d_expert", "shape_rule"))
     if type(width) is type(expert) is int and width > 0 and isinstance(rule or {}, dict):
@@ -89,7 +90,7 @@ def _leave_experts_open(model: dict[str, Any]) -> None:
         model["d_expert"] = None
 
 
-def _leave_rule_open(tree: dict[str, Any], cfg: DictConfig, saved: bool) -> None:
+def _leave_rule_open(tree: Plain, cfg: DictConfig, saved: bool) -> None:
     """Set what optimizer.rule decides to null, unless it is given beside the rule.
 
     The rate by linear and sqrt also follows the batch of a fork."""

@@ -65,6 +65,7 @@ from llmexp.config.values import (
     NO_DEFAULT,
     NUMBER_OR_WORD,
     ConfigError,
+    Plain,
     flatten,
     hint,
     refuse,
@@ -304,7 +305,7 @@ def typed_config(
     # hydra's own has values that only a sweep fills; how a command works is no part of a run
     beside = ("hydra", "sweep", "prepare", "plan")
     with user_errors(cfg), variables_kept():
-        tree: dict[str, Any] = {str(key): cfg[key] for key in cfg if key not in beside}
+        tree: Plain = {str(key): cfg[key] for key in cfg if key not in beside}
         for key, node in tree.items():
             if OmegaConf.is_config(node):
                 tree[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
@@ -363,7 +364,7 @@ def refuse_dead(cfg: DictConfig, config: Config, typed: Sequence[str], chosen: b
             raise refuse("idle_knob", key, flat[key], f"{why}; {out}, or {instead}")
 
 
-def _is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
+def _is_default(cfg: DictConfig, key: str, flat: Plain) -> bool:
     """Return whether the value of a knob that does nothing was not chosen.
 
     It is then the default, or that of the chosen option."""

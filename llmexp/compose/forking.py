@@ -20,7 +20,7 @@ from llmexp.compose.overrides import PARENT, key_of, parsed, written
 from llmexp.config.convert import with_knobs
 from llmexp.config.knobs import fields
 from llmexp.config.sections import Config, conf_dir, plain
-from llmexp.config.values import AUTO, ConfigError, quoted, refuse
+from llmexp.config.values import AUTO, ConfigError, Plain, quoted, refuse
 from llmexp.folders import rundir
 from llmexp.folders.door import read_yaml
 from llmexp.folders.naming import named_checkpoint
@@ -129,7 +129,7 @@ def _as_text(node: Any) -> Any:
     return _BRINGS.sub(lambda m: f"{m[1] * 2}{'' if m[2] else chr(92)}${{{m[2] or ''}", node)
 
 
-def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> Path:
+def settle(tree: Plain, overrides: Sequence[str], folder: Callable[[], Path]) -> Path:
     """Put the step of a fork, and the start and end of its cooldown, into the plain config.
 
     Return its parent. A fork that is in its `folder` already keeps its step. Raises ConfigError."""
@@ -158,7 +158,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
     return run
 
 
-def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool) -> None:
+def follow(tree: Plain, overrides: Sequence[str], run: Path, fork: bool) -> None:
     """Put what follows from overrides over the config of `run` into the plain config.
 
     The cut of the batch is solved anew where a part of it is given. The warm-up keeps its length,
@@ -175,7 +175,7 @@ def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool
         _take_warmup(schedule, given, run)
 
 
-def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
+def _take_warmup(schedule: Plain, given: set[str], run: Path) -> None:
     """Give a schedule as many updates of warm-up as `run` has, unless overrides say how many.
 
     A schedule of the user's may know none."""
@@ -192,7 +192,7 @@ def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
         schedule |= {"warmup_steps": updates, "warmup_ratio": None}
 
 
-def _updates(step: int, schedule: dict[str, Any]) -> int:
+def _updates(step: int, schedule: Plain) -> int:
     """Return the length of a cooldown that starts after `step`.
 
     It is decay_steps, or so many updates that they are the share decay_ratio of all."""

@@ -27,6 +27,7 @@ from llmexp.config.sections import conf_dir
 from llmexp.config.values import (
     NO_DEFAULT,
     NUMBER_OR_WORD,
+    Plain,
     flatten,
     nested,
     quoted,
@@ -120,7 +121,7 @@ class Layer:
     """A file or an override with what it sets, by dotted keys."""
 
     source: str
-    values: dict[str, Any]
+    values: Plain
 
 
 def layers(cfg: DictConfig) -> list[Layer]:
@@ -137,7 +138,7 @@ def layers(cfg: DictConfig) -> list[Layer]:
     return found + [Layer(COMMAND_LINE, set_by(o)) for o in parsed(typed)]
 
 
-def set_by(override: Override) -> dict[str, Any]:
+def set_by(override: Override) -> Plain:
     """Return what an override sets by dotted keys: nothing where it takes a key out or is swept."""
     if override.is_delete() or override.is_sweep_override() or chooses(override):
         return {}
@@ -145,7 +146,7 @@ def set_by(override: Override) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=512)  # of the Hydra that is running; a refusal asks several times
-def file_at(path: str) -> tuple[str, dict[str, Any], list[Any]]:
+def file_at(path: str) -> tuple[str, Plain, list[Any]]:
     """Return what the config file at `path`, such as clip/norm, sets.
 
     That is (the file's name for a user, the values by its own dotted keys, its defaults list); the
@@ -162,10 +163,10 @@ def file_at(path: str) -> tuple[str, dict[str, Any], list[Any]]:
     return name, flatten(tree) | empty, loaded.defaults_list or []
 
 
-def option(path: str) -> dict[str, Any]:
+def option(path: str) -> Plain:
     """Return what the option at `path` sets by its own dotted keys, with what it begins with."""
     _, values, begins = file_at(path)
-    below: dict[str, Any] = {}
+    below: Plain = {}
     for default in begins:
         base = str(getattr(default, "path", "")).rpartition("/")[2]
         below |= option(f"base/{base}") if (conf_dir() / f"base/{base}.yaml").exists() else {}

@@ -26,7 +26,7 @@ from llmexp.compose.overrides import key_of, parsed, unresolved
 from llmexp.config.sections import OPEN_SECTIONS
 from llmexp.config.targets import RESERVED, inside_allowed, refuse_calls
 from llmexp.config.tracking import with_environment
-from llmexp.config.values import ConfigError, nested, refuse
+from llmexp.config.values import ConfigError, Plain, nested, refuse
 from llmexp.config.variables import VARIABLE, is_secret
 from llmexp.folders.door import config_text
 from llmexp.system.redact import redacted, secrets
@@ -208,7 +208,7 @@ def variables_kept() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
 
 
-def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
+def fill_names(tree: Plain, cfg: DictConfig) -> None:
     """Put the values of variables into what names the run, such as `name`.
 
     The plain config is changed; the values are those of the composed one."""
@@ -220,7 +220,7 @@ def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
             refuse_secrets(node[key], name)
 
 
-def fill_tracker(tree: dict[str, Any]) -> list[str]:
+def fill_tracker(tree: Plain) -> list[str]:
     """Put what wandb's variables add into the section `tracker`.
 
     Return a line for each one that is set and not used. Raises ConfigError for a value that wandb

@@ -24,6 +24,7 @@ from llmexp.config.values import (
     NUMBER_OR_WORD,
     ConfigError,
     Knob,
+    Plain,
     closest,
     did_you_mean,
     field_key,
@@ -51,9 +52,9 @@ def checked_knob(key: str, value: Any) -> Any:
     return convert_value(kind, value, key, knob)
 
 
-def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
+def with_knobs(config: Config, **sections: Plain) -> Config:
     """Return the config with other values of knobs in some sections: train={"max_steps": 3}."""
-    found: dict[str, Any] = {}
+    found: Plain = {}
     for name, values in sections.items():
         old = getattr(config, name)
         found[name] = old | values if isinstance(old, dict) else dataclasses.replace(old, **values)
@@ -61,7 +62,7 @@ def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 @functools.cache
-def _types(cls: type) -> dict[str, Any]:
+def _types(cls: type) -> Plain:
     return typing.get_type_hints(cls)
 
 
@@ -121,7 +122,7 @@ def convert_value(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     return found
 
 
-def _open_section(value: Any, key: str) -> dict[str, Any]:
+def _open_section(value: Any, key: str) -> Plain:
     if not isinstance(value, Mapping):
         needed = "" if key == "user" or "." in key else ", with `_target_` naming a function"
         raise refuse("wrong_type", key, value, f"a section of keys is needed here{needed}")

@@ -19,7 +19,7 @@ from llmexp import features
 from llmexp.config import parts
 from llmexp.config.rules import ONE_NUMBER, RULE_KEYS, SET, SHAPE_KEYS, rule_sets_batch
 from llmexp.config.sections import CLIP_RULES, Config, plain
-from llmexp.config.values import NO_DEFAULT, Knob, Where, flatten, is_ours, section_knobs
+from llmexp.config.values import NO_DEFAULT, Knob, Plain, Where, flatten, is_ours, section_knobs
 
 SEED = "train.seed"  # runs that differ in it alone are seeds of one setting
 
@@ -148,7 +148,7 @@ def _settled(flat: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def deciding_result(flat: Mapping[str, Any]) -> dict[str, Any]:
+def deciding_result(flat: Mapping[str, Any]) -> Plain:
     """Return what of a flat config can change a bit of the result, beside its other values.
 
     Configs that are equal in it make equal runs. A knob that the config does not list has its
@@ -173,7 +173,7 @@ _ORDER = ("batch.sequence_length", SEED)
 _BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 
-def deciding_data(tree: Mapping[str, Any]) -> dict[str, Any]:
+def deciding_data(tree: Mapping[str, Any]) -> Plain:
     """Return what of a plain config decides which tokens the k-th training sequence has."""
     flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
     ours = is_ours(flat.get("data._target_"))
@@ -200,7 +200,7 @@ _NO_WORK = {
 }  # fmt: skip
 
 
-def deciding_work(config: Config, device_name: str) -> dict[str, Any]:
+def deciding_work(config: Config, device_name: str) -> Plain:
     """Return what of a solved run the memory and the time of its steps depend on, besides data."""
     tree = plain(config)
     for section, names in _NO_WORK.items():

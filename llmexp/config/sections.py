@@ -19,7 +19,7 @@ from llmexp import features
 from llmexp.config import forms
 from llmexp.config.clipping import ClipRule
 from llmexp.config.execution import Checkpoint, Parallelism, Precision, Tracker
-from llmexp.config.values import Where, choice, count, knob, optional, where
+from llmexp.config.values import Plain, Where, choice, count, knob, optional, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +199,11 @@ class Config:
     batch: Batch
     train: Train
     metrics: Metrics
-    model: dict[str, Any]
-    data: dict[str, Any]
-    tokenizer: dict[str, Any]
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
+    model: Plain
+    data: Plain
+    tokenizer: Plain
+    optimizer: Plain
+    schedule: Plain
     clip: Clip
     precision: Precision
     parallelism: Parallelism
@@ -215,7 +215,7 @@ class Config:
         "[mymodel.watch]",
         form=forms.hooks,
     )
-    user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}", default={})
+    user: Plain = knob("keys of your own, for hooks and experiments", "{}", default={})
 
 
 _T = TypeVar("_T")
@@ -237,7 +237,7 @@ def conf_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-def plain(config: Config) -> dict[str, Any]:
+def plain(config: Config) -> Plain:
     """Return the nested mapping that `convert.build` takes, for files and pipes."""
     return dataclasses.asdict(
         config, dict_factory=lambda pairs: {k.removesuffix("_"): v for k, v in pairs}

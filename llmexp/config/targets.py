@@ -24,6 +24,7 @@ from llmexp.config.values import (
     NO_DEFAULT,
     ConfigError,
     Knob,
+    Plain,
     hint,
     is_ours,
     nearest,
@@ -233,7 +234,7 @@ def _refused(section: str, dotted: str, target: Any, error: Exception) -> Config
 
 def resolve(
     section: str, values: Mapping[str, Any], offered: tuple[str, ...]
-) -> tuple[Callable[..., Any], dict[str, Any]]:
+) -> tuple[Callable[..., Any], Plain]:
     """Return the callable that a section names, and the arguments that its knobs are.
 
     Variables of the environment are filled in here. `offered` are arguments that are no knobs.
@@ -274,7 +275,7 @@ def arguments_of(target: Callable[..., Any]) -> dict[str, tuple[Any, Knob]]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _hints(target: Callable[..., Any]) -> Plain:
     """Return the annotations of the arguments of a function or a class."""
     is_plain = isinstance(target, type) and not dataclasses.is_dataclass(target)
     try:

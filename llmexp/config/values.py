@@ -16,6 +16,8 @@ from typing import Any
 
 from llmexp.config.kinds import Kind, kind_of_error
 
+Plain = dict[str, Any]  # plain values by key: a section of a config, a row, what JSON holds
+
 
 class ConfigError(ValueError):
     """Refuse what the user asked for, before training starts; the text is for the user.
@@ -28,7 +30,7 @@ class ConfigError(ValueError):
         self.kind, self.key = kind, key
 
 
-def error_record(error: BaseException) -> dict[str, Any]:
+def error_record(error: BaseException) -> Plain:
     """Return an error as `--json` prints it; its `code` is its kind."""
     key = getattr(error, "key", None)
     return {"code": kind_of_error(error), "message": str(error), "key": key}
@@ -254,9 +256,9 @@ def nested(node: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(node) if isinstance(node, (list, tuple)) else ()
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Plain:
     """Return nested mappings as one with dotted keys."""
-    flat: dict[str, Any] = {}
+    flat: Plain = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.config.values import ConfigError, refuse
+from llmexp.config.values import ConfigError, Plain, refuse
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.system.fileio import file_state, sampled, write_whole
@@ -101,7 +101,7 @@ def entry_path(cache: Path, what: str, *deciding: Any) -> Path:
     return cache / "notes" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def read_cache_entry(entry: Path) -> dict[str, Any]:
+def read_cache_entry(entry: Path) -> Plain:
     """Return what an entry of the cache holds; {} where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(entry.read_text())
@@ -109,7 +109,7 @@ def read_cache_entry(entry: Path) -> dict[str, Any]:
     return {}
 
 
-def write_entry(entry: Path, content: dict[str, Any]) -> None:
+def write_entry(entry: Path, content: Plain) -> None:
     """Write an entry of the cache. A disk that does not take it is no error."""
     with contextlib.suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import yaml
 
 from llmexp import features
 from llmexp.config.kinds import kind_of_error
-from llmexp.config.values import MAX_DEPTH, MAX_VALUES, ConfigError
+from llmexp.config.values import MAX_DEPTH, MAX_VALUES, ConfigError, Plain
 from llmexp.metrics.keys import ROW_KEYS
 from llmexp.run import Run
 from llmexp.run.layout import Layout
@@ -59,12 +59,12 @@ for one in (_Unique, _Dumper):
     one.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
 
 
-def config_yaml(tree: dict[str, Any]) -> str:
+def config_yaml(tree: Plain) -> str:
     """Return a plain config as the YAML that `read_yaml` reads."""
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Plain:
     """Return the section of plain values in a YAML file. Raises ConfigError, with the line."""
     text = config_text(path)
     with _named(path):
@@ -129,9 +129,7 @@ def _check_yaml(text: str) -> None:
             raise ValueError(f"line {event.start_mark.line + 1}: {wrong}")
 
 
-def scan_rows(
-    path: Path, by_module: bool = False
-) -> Iterator[tuple[int, int, dict[str, Any] | ValueError]]:
+def scan_rows(path: Path, by_module: bool = False) -> Iterator[tuple[int, int, Plain | ValueError]]:
     """Yield the number and the end of each finished line, and its row or why it holds none.
 
     `by_module`: figures of modules stand by their names. One line is in memory at a time. Raises
@@ -148,7 +146,7 @@ def scan_rows(
             yield number, file.tell(), row_in(line if rest is line else b"", by_module)
 
 
-def row_in(line: bytes, by_module: bool = False) -> dict[str, Any] | ValueError:
+def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     """Return the row that a line of metrics.jsonl holds, or why it holds none."""
     if not line:
         return ValueError(f"is longer than {ROW_BYTES / 2**20:g} MiB")
@@ -211,7 +209,7 @@ class _Facts(TypedDict, total=False):
     total_flops: float | None
 
 
-def kinds_of(*described: Any) -> dict[str, Any]:
+def kinds_of(*described: Any) -> Plain:
     """Return the kinds of the keys that classes describe."""
     return {key: kind for one in described for key, kind in typing.get_type_hints(one).items()}
 
@@ -223,7 +221,7 @@ OBJECTS = {
 }
 
 
-def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> Plain:
     """Return the object in a file, one of OBJECTS or with these kinds of its keys.
 
     Raises ConfigError, also for a key of another kind and for another `format`."""

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.values import Plain
 from llmexp.data.cache import cache_folder, entry_path, read_cache_entry, write_entry
 from llmexp.folders import versions
 
@@ -21,14 +22,14 @@ OURS = (
 
 
 # Kept for this process alone: functions of the user's own may be others in the next one.
-_own: dict[Path, dict[str, Any]] = {}
+_own: dict[Path, Plain] = {}
 
 
 def _note(what: str, *deciding: Any) -> Path:
     return entry_path(cache_folder(None), what, *deciding, versions.versions())
 
 
-def _is_ours(kind: dict[str, Any]) -> bool:
+def _is_ours(kind: Plain) -> bool:
     """Return whether the version of llmexp decides what a run of this kind computes.
 
     No file and no function of the user's does.
@@ -37,7 +38,7 @@ def _is_ours(kind: dict[str, Any]) -> bool:
     return all(target.startswith(OURS) for target in targets) and not kind.get("hooks")
 
 
-def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | None:
+def remembered(what: str, kind: Plain, *more: Any) -> Plain | None:
     """Return what was found for these values; None where nothing was, or it cannot be read."""
     with contextlib.suppress(*FAULTS):
         note = _note(what, kind, *more)
@@ -45,7 +46,7 @@ def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | 
     return None
 
 
-def remember(what: str, found: dict[str, Any], kind: dict[str, Any], *more: Any) -> None:
+def remember(what: str, found: Plain, kind: Plain, *more: Any) -> None:
     """Keep what was found, in this process alone if it depends on a user's files or functions.
 
     A disk that does not take it is no error."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.config.kinds import kind_of_error
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, Plain
 from llmexp.folders.door import scan_rows
 from llmexp.folders.rundir import METRICS
 from llmexp.folders.steps import STEP_RECORD, STEPS_BIN
@@ -27,12 +27,12 @@ LONGEST_WAIT_S = 1.0
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Plain]:
     """Return the whole rows of a metrics file in order. Raises ConfigError for damage."""
     return [row for row, _ in walk_rows(path)]
 
 
-def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+def walk_rows(path: Path) -> Iterator[tuple[Plain, int]]:
     """Yield the whole rows of a file of them in order, each with the place where it ends.
 
     One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
@@ -58,9 +58,9 @@ def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         ) from None
 
 
-def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+def rows_up_to(path: Path, step: int) -> list[Plain]:
     """Return the rows of a run and of its own parents up to a step, those that can be read."""
-    found: list[dict[str, Any]] = []
+    found: list[Plain] = []
     for name in (LINEAGE, METRICS):
         with contextlib.suppress(ConfigError):
             found += read_rows(path / name)
@@ -81,11 +81,11 @@ class Figures:
     def __init__(self, begins_at: int = 0) -> None:
         """Begin before the first row; `begins_at`: the step before the first one of the run."""
         self.step = begins_at  # of the last row
-        self.last: dict[str, Any] = {}  # row
+        self.last: Plain = {}  # row
         self.newest: dict[str, tuple[int, Any]] = {}  # by key: step and value in the last such row
         self.train_time = 0.0  # seconds, of the steps up to the last row
 
-    def count(self, row: dict[str, Any]) -> None:
+    def count(self, row: Plain) -> None:
         self.last = row
         for key, value in row.items():
             self.newest[key] = row["step"], value
@@ -135,7 +135,7 @@ class Rows:
         threading.Thread(target=self._write_each_second, name="rows", daemon=True).start()
         return self
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Plain) -> None:
         """Take a row, which `flush` writes."""
         line = f"{ROW.encode(row)}\n".encode()
         with self._lock:

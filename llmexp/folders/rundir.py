@@ -20,7 +20,7 @@ from llmexp.checkpoint.folders import MANIFEST, checkpoint_folders, step_of
 from llmexp.config.commands import command, own_parts
 from llmexp.config.convert import build
 from llmexp.config.sections import Config
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, Plain
 from llmexp.folders import door
 from llmexp.system.fileio import Unwritable, write_json
 from llmexp.system.text import first_of
@@ -69,7 +69,7 @@ def check_plain(path: Path) -> None:
                     )
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> Plain:
     """Return run.json, empty where there is none. Raises ConfigError when it is damaged."""
     if not (path / RUN).exists():
         return {}
@@ -110,7 +110,7 @@ def by_number(path: Path) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in parts]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Plain:
     """Return config.yaml as plain values. Raises ConfigError when there is none."""
     if not is_run(path):
         raise ConfigError("not_a_run", f"{path}: {why_no_run(path)}")
@@ -225,7 +225,7 @@ def wait_until_vacant(path: Path) -> None:
         time.sleep(0.05)
 
 
-def is_alive(path: Path, status: dict[str, Any]) -> bool:
+def is_alive(path: Path, status: Plain) -> bool:
     """Return whether a run that is running by its status still is.
 
     A process holds its lock; or it runs on another host, whose locks may not be seen here, and has
@@ -239,7 +239,7 @@ def is_alive(path: Path, status: dict[str, Any]) -> bool:
     return time.time() - max(signs, default=0.0) < SIGN_S
 
 
-def read_status(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> Plain:
     """Return status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
         return door.object_in(path / STATUS)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from llmexp.config.values import Plain
 from llmexp.metrics.keys import ROW_KEYS, is_accuracy, is_of_named_set, title_of
 from llmexp.system.console import fitted_line
 from llmexp.system.text import duration, loss_text
@@ -46,7 +47,7 @@ LEAST_NEEDED = ("epoch", "eta", "val/ppl", "step_time", "tokens_per_sec", "grad_
 
 
 def format_row(
-    row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
+    row: Plain, total_steps: int, total_epochs: float = 0, width: int | None = None
 ) -> str:
     """Return one line for a row of metrics.jsonl, without keys that are absent or None.
 

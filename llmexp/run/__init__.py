@@ -16,7 +16,7 @@ from typing import Any
 from llmexp.config.forms import ramp_sizes
 from llmexp.config.rules import asks_rule
 from llmexp.config.sections import Config, Train
-from llmexp.config.values import refuse
+from llmexp.config.values import Plain, refuse
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
@@ -252,7 +252,7 @@ class Run(Facts):
             min(tokens[i + 1] - tokens[i], edges[i + 1] - edges[i]) for i in range(len(ends) + 1)
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Plain:
         """Return all numbers as one flat mapping of plain values, for run.json."""
         found = asdict(self)
         ranks = found.pop("layout") | {"dp_size": self.dp_size, "world_size": self.world_size}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import features, mesh
+from llmexp.config.values import Plain
 from llmexp.data.window import Window
 from llmexp.optim import updating
 from llmexp.train.feature import Feature
@@ -60,7 +61,7 @@ class Rule(Feature):
     def finished(self, outcome: Any) -> None:
         self.outcome = outcome
 
-    def row(self, window: Window) -> dict[str, Any]:
+    def row(self, window: Window) -> Plain:
         if self.outcome is None or self.outcome.skipped:
             return {}
         factor = self.factor(self.outcome)

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from llmexp import features
+from llmexp.config.values import Plain
 from llmexp.data.window import Window
 
 
@@ -65,7 +66,7 @@ class Feature:
     def updated(self, window: Window, skip: Any) -> None:
         """Come after the update, which was not made where `skip` is true: that of `judge`."""
 
-    def figures(self, targets: Any, scale: Tensor) -> dict[str, Any]:
+    def figures(self, targets: Any, scale: Tensor) -> Plain:
         """Return 0-dim figures of the step, which are `Outcome.more` when it is read."""
         return {}
 
@@ -73,7 +74,7 @@ class Feature:
         """Return figures of the step by the names of blocks, where a feature writes such down."""
         return {}
 
-    def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
+    def step_end(self, window: Window, row: Plain | None) -> None:
         """Come after the step; `row`: what is known of its row, where one is due."""
 
     # On the host: during the next step, before its update, or at once where a row, a checkpoint or
@@ -84,7 +85,7 @@ class Feature:
 
     # Between the steps; here the host may wait.
 
-    def row(self, window: Window) -> dict[str, Any]:
+    def row(self, window: Window) -> Plain:
         """Return figures for the row of the last step, by names that it does not have yet."""
         return {}
 
@@ -96,10 +97,10 @@ class Feature:
         """Return losses of other weights: `losses` gives those of the model as it is, by a name."""
         return {}
 
-    def evaluated(self, window: Window, row: dict[str, Any]) -> None:
+    def evaluated(self, window: Window, row: Plain) -> None:
         """Come after an evaluation, with the row."""
 
-    def row_ready(self, row: dict[str, Any]) -> None:
+    def row_ready(self, row: Plain) -> None:
         """Come last before a row is written; it may be added to."""
 
     def due(self, step: int, last: bool) -> Callable[[], None] | None:
@@ -130,20 +131,20 @@ class Feature:
     def close(self) -> None:
         """End, also where the run has failed."""
 
-    def closed(self, summary: dict[str, Any], code: int) -> None:
+    def closed(self, summary: Plain, code: int) -> None:
         """Come last, with the figures of the run and its exit code, also where it has failed.
 
         An error here is a line."""
 
     # In a checkpoint.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return plain values, of which those of rank 0 are kept; {}: it has no state.
 
         A checkpoint of a run without the feature has none: the feature then begins anew."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
+    def load_state_dict(self, state: Plain, anew: bool) -> None:
         """Take the state of a checkpoint; `anew`: of a fork to which it does not apply as it is."""
 
     def begins_anew(self, changed: Sequence[str]) -> bool:
@@ -159,11 +160,11 @@ class Feature:
 
     # At the end, and in a plan.
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Plain:
         """Return figures for the summary of the run."""
         return {}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Plain:
         """Return what status.json holds under the feature's name."""
         return {}
 
@@ -183,7 +184,7 @@ class Feature:
         """Return titles and commands that rank 0 shows behind it."""
         return []
 
-    def last_step(self) -> dict[str, Any]:
+    def last_step(self) -> Plain:
         """Return what a replay tells of its last step."""
         return {}
 
@@ -214,7 +215,7 @@ class Features(list[Feature]):
         for act in self.on(event):
             act(*given)
 
-    def by_name(self, event: str) -> dict[str, Any]:
+    def by_name(self, event: str) -> Plain:
         """Return what each that has something returns, by its name."""
         return {f.name: found for f in self.acting(event) if (found := getattr(f, event)())}
 

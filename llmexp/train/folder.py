@@ -16,7 +16,7 @@ from llmexp.checkpoint import loading
 from llmexp.config.knobs import differing, may_change
 from llmexp.config.sections import plain
 from llmexp.config.targets import better_of
-from llmexp.config.values import ConfigError, flatten
+from llmexp.config.values import ConfigError, Plain, flatten
 from llmexp.config.variables import VARIABLE, is_secret
 from llmexp.folders import rundir
 from llmexp.folders.door import RUN_FORMAT, config_yaml
@@ -51,7 +51,7 @@ def recorded_parent(path: Path) -> Parent | None:
     return Parent(**recorded) if recorded else None
 
 
-def known_of(request: dict[str, Any]) -> dict[str, Any]:
+def known_of(request: Plain) -> Plain:
     """Return what `assemble` needs to know of the folder of a request.
 
     That is whether its run has begun before (there is a checkpoint, or it is repeated), and the
@@ -63,7 +63,7 @@ def known_of(request: dict[str, Any]) -> dict[str, Any]:
     return {"tried": tried, "parent": recorded_parent(path)}
 
 
-def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
+def open_folder(parts: Parts, request: Plain) -> tuple[Path, bool]:
     """Return the run's folder, made now or found with a run to go on with, and whether it is new.
 
     Raises ConfigError."""
@@ -100,7 +100,7 @@ def describing(path: Path) -> list[Path]:
     return [path / rundir.CONFIG, path / rundir.RUN, path / rundir.STATUS]
 
 
-def answer_command(request: dict[str, Any], **found: Any) -> bool:
+def answer_command(request: Plain, **found: Any) -> bool:
     """Answer the command that waits, once; return whether there is one."""
     if "report_fd" not in request:
         return False
@@ -150,19 +150,19 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         raise ConfigError("other_run", f"{where}: {text}; {way}")
 
 
-def _shown(keys: list[str], old: dict[str, Any], now: dict[str, Any]) -> str:
+def _shown(keys: list[str], old: Plain, now: Plain) -> str:
     """Return keys with both values; of a section with another function that alone."""
     other = {key.partition(".")[0] for key in keys if key.endswith("._target_")}
     named = [k for k in keys if k.endswith("._target_") or k.partition(".")[0] not in other]
     return ", ".join(f"{k} ({old.get(k)} there, {now.get(k)} here)" for k in named)
 
 
-def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
+def fixed_part(config: Plain) -> Plain:
     """Return what of a plain config changes results, with dotted keys."""
     return {key: value for key, value in flatten(config).items() if not may_change(key)}
 
 
-def fixed_facts(parts: Parts) -> dict[str, Any]:
+def fixed_facts(parts: Parts) -> Plain:
     """Return what a checkpoint's manifest holds of the run.
 
     That is what of the config changes results, the sha256 of the data's fingerprint, and what
@@ -188,7 +188,7 @@ def environment(parts: Parts) -> dict[str, str]:
     return {name: _sha256(os.environ.get(name, ""))[:4] for name in names if not is_secret(name)}
 
 
-def record_run(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
+def record_run(path: Path, parts: Parts, request: Plain, state: str = "running") -> None:
     """Write config.yaml with every derived value, run.json, what features record, the status."""
     fileio.write_whole(path / rundir.CONFIG, config_yaml(plain(parts.config)))
     derived = parts.run.as_dict()

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmexp import mesh
 from llmexp.config.sections import plain
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, Plain
 from llmexp.folders import rundir, versions
 from llmexp.mesh.groups import STARTED, note_file
 from llmexp.system import fileio
@@ -152,7 +152,7 @@ def why_absent(path: Path, rank: int, world_size: int, error: str, timeout_s: fl
     )
 
 
-def leave_note(path: Path, rank: int, **account: Any) -> dict[str, Any]:
+def leave_note(path: Path, rank: int, **account: Any) -> Plain:
     """Note on which host a rank waits, or its account of a failure, which needs no network.
 
     Its starter and the other ranks read it. An account is `final` where a new start would only fail
@@ -165,7 +165,7 @@ def leave_note(path: Path, rank: int, **account: Any) -> dict[str, Any]:
     return note
 
 
-def notes_of_this_start(path: Path, world_size: int) -> list[dict[str, Any]]:
+def notes_of_this_start(path: Path, world_size: int) -> list[Plain]:
     """Return what ranks of this start have noted, the oldest first."""
     found = []
     for rank in range(world_size):
@@ -189,7 +189,7 @@ def this_start() -> str:
     return " ".join(env.get(name, "") for name in names)
 
 
-def reported(account: dict[str, Any]) -> str:
+def reported(account: Plain) -> str:
     """Return what a rank said of its failure, and which rank it was if only the trace tells."""
     who = f" (rank {account['rank']} on {account['host']})" if account["trace"] else ""
     return f"{account['text']}{who}"

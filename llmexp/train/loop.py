@@ -8,11 +8,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from llmexp import mesh
 from llmexp.config.sections import Config
-from llmexp.config.values import ConfigError
+from llmexp.config.values import ConfigError, Plain
 from llmexp.data.window import Window
 from llmexp.metrics.lines import format_row
 from llmexp.run import Run
@@ -165,14 +164,14 @@ def report_step(loop: Loop, outcome: Outcome, window: Window, due: Due) -> None:
     publish(loop, row)
 
 
-def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
+def build_row(loop: Loop, outcome: Outcome, window: Window) -> Plain:
     """Return the row of the last step, without what evaluation and hooks add.
 
     A figure that is not known is absent. All ranks call together and wait for the device. Raises
     TrainingFailed where a feature returns a figure that the row has already.
     """
     run, step, outcome = loop.run, loop.progress.step, outcome.read()
-    row: dict[str, Any] = {"step": step, "tokens_seen": loop.meter.tokens_seen()}
+    row: Plain = {"step": step, "tokens_seen": loop.meter.tokens_seen()}
     if run.ramp:
         row["real_batch_size"] = run.sequences_at(step) - run.sequences_at(step - 1)
     row["epoch"] = run.sequences_at(step) / run.train_sequences
@@ -214,7 +213,7 @@ def build_row(loop: Loop, outcome: Outcome, window: Window) -> dict[str, Any]:
     return row
 
 
-def publish(loop: Loop, row: dict[str, Any]) -> None:
+def publish(loop: Loop, row: Plain) -> None:
     """Give a row to metrics.jsonl. It is strict JSON: what has overflowed is absent."""
     row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
     if loop.rows is not None:

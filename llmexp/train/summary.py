@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from llmexp.config.values import Plain
 from llmexp.folders import rundir
 from llmexp.folders.rows import Figures
 from llmexp.metrics.keys import figures_in
@@ -25,13 +26,13 @@ _TRAINING: dict[str, Callable[[Any], str]] = {
 }
 
 
-def summarise(loop: Loop) -> dict[str, Any]:
+def summarise(loop: Loop) -> Plain:
     """Return the figures that end status.json and the summary of features, as far as known."""
     rows = Figures() if loop.rows is None else loop.rows.figures
     newest, progress, run = rows.newest, loop.progress, loop.run
     if progress.loss is not None:  # its step may have no row
         newest["train/loss"] = progress.loss
-    found: dict[str, Any] = {"steps": progress.step}
+    found: Plain = {"steps": progress.step}
     if progress.step:
         with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
             found["tokens_seen"] = loop.meter.tokens_seen()
@@ -82,9 +83,7 @@ def told(loop: Loop, event: str) -> list[tuple[str, str]]:
     return found
 
 
-def say_the_end(
-    loop: Loop, state: str, summary: dict[str, Any], last_words: list[tuple[str, str]]
-) -> None:
+def say_the_end(loop: Loop, state: str, summary: Plain, last_words: list[tuple[str, str]]) -> None:
     """Show the end of a run: figures, words, files, the folder, the next command."""
     console, path, step = loop.console, loop.path, loop.progress.step
     how, saved = "finished", ""
@@ -105,7 +104,7 @@ def say_the_end(
         console.line(f"{label:<{column}}{text}")
 
 
-def _figures(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _figures(summary: Plain) -> Iterator[tuple[str, str]]:
     """Yield what the training took, counts that are not 0, and losses; status.json has more."""
     parts = [show(summary[key]) for key, show in _TRAINING.items() if summary.get(key)]
     for key, count in summary.items():

@@ -16,7 +16,7 @@ from typing import Any
 from llmexp import features, mesh
 from llmexp.config.convert import build
 from llmexp.config.sections import Config
-from llmexp.config.values import AUTO, ConfigError, error_record
+from llmexp.config.values import AUTO, ConfigError, Plain, error_record
 from llmexp.folders import ending, rundir
 from llmexp.system import fileio, workers
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
@@ -37,7 +37,7 @@ def main(argument: str) -> int:
     `argument` is a run folder, or - for a request on standard input."""
     STOP.importing = False
     path = None if argument == "-" else Path(argument)
-    request: dict[str, Any] = {}
+    request: Plain = {}
     try:
         if path is not None:
             return go_on(path)
@@ -105,9 +105,7 @@ def parts_of(config: Config, path: Path | None, *, waits: bool, **known: Any) ->
     return micro_batch.run(config, functools.partial(assemble, **known), path, find)
 
 
-def begin_run(
-    path: Path, parts: Parts, request: dict[str, Any], *, record_late: bool = False
-) -> int:
+def begin_run(path: Path, parts: Parts, request: Plain, *, record_late: bool = False) -> int:
     """Queue or train the run in the folder; return the exit code. Raises ConfigError."""
     if not os.access(path, os.W_OK | os.X_OK):
         copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
@@ -125,7 +123,7 @@ def begin_run(
     return work(path, parts, request, record_late)
 
 
-def work(path: Path, parts: Parts, request: dict[str, Any], record_late: bool = False) -> int:
+def work(path: Path, parts: Parts, request: Plain, record_late: bool = False) -> int:
     """Train (this rank's part of) the run in the folder; return the exit code.
 
     With `record_late` nothing but train.log is written before the newest checkpoint and the rows
@@ -165,7 +163,7 @@ def run_training(
 
     `accepted`: see `start_loop`."""
     file = path / rundir.ASKED
-    asked: dict[str, Any] = fileio.read_json(file) if file.exists() else {}
+    asked: Plain = fileio.read_json(file) if file.exists() else {}
     loop = start_loop(path, parts, joined, accepted, asked.get("begin"))
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
@@ -187,7 +185,7 @@ def run_training(
     return code
 
 
-def _carry_out_mode(loop: Loop, asked: dict[str, Any]) -> str:
+def _carry_out_mode(loop: Loop, asked: Plain) -> str:
     """Do what is `asked` for in the place of training; return how that ended."""
     from llmexp.modes import calibration, replay
 
@@ -199,7 +197,7 @@ def _carry_out_mode(loop: Loop, asked: dict[str, Any]) -> str:
     return "finished"
 
 
-def finish_run(loop: Loop, state: str, code: int) -> dict[str, Any]:
+def finish_run(loop: Loop, state: str, code: int) -> Plain:
     """Save, record and upload what a run came to; return its figures.
 
     Also where it fails, with a device that is lost or a disk that is full."""

@@ -7,8 +7,8 @@ that step.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from llmexp.config.values import Plain
 from llmexp.train.clipping import EPSILON
 
 PER_OCTAVE = 64  # bins: 1.1 % wide; every power of two is an edge
@@ -72,7 +72,7 @@ class Norms:
             inverse += part * inverses
         return above / self.steps, (self.steps - above + limit * inverse) / self.steps
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Plain:
         """Return what status.json holds: steps, share clipped, quantiles, a table of other limits.
 
         The table is right to the first order only: under another limit the run would have gone
@@ -95,17 +95,17 @@ class Norms:
         own = {"share": share, "coefficient": self._coefficients / self.steps}
         return found | ({"own": own} if self.moving else {})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]
         sums = [self.steps, self.clipped, self._coefficients]
         return {"sums": sums, "bins": bins}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Plain) -> None:
         self.steps, self.clipped, self._coefficients = state["sums"]
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 
-def clip_line(summary: dict[str, Any], own: float | None, what: str = "steps") -> str:
+def clip_line(summary: Plain, own: float | None, what: str = "steps") -> str:
     """Return a summary as a line for a reader; `own` is the run's own limit, of `what` it clips.
 
     What other limits would have done is in status.json and on the page of a comparison.

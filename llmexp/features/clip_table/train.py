@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+from llmexp.config.values import Plain
 from llmexp.features.clip_table.norms import Norms, clip_line
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
@@ -40,11 +40,11 @@ class ClipTable(Feature):
             if found := sums_of(outcome.more, key):
                 self._sums[key] = [a + b for a, b in zip(sums, found, strict=True)]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Plain:
         norms = self.norms
         return {"clip_fraction": norms.clipped / norms.steps} if norms.steps else {}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Plain:
         measures = {}
         for key, norms in self._values.items():
             if summary := norms.summary():
@@ -69,11 +69,11 @@ class ClipTable(Feature):
         """Shares at two limits cannot be added."""
         return bool(starting(changed, "clip."))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         measures = {key: norms.state_dict() for key, norms in self._values.items()}
         return {"norms": self.norms.state_dict(), "measures": measures | self._sums}
 
-    def load_state_dict(self, state: dict[str, Any], anew: bool) -> None:
+    def load_state_dict(self, state: Plain, anew: bool) -> None:
         if anew:
             return
         self.norms.load_state_dict(state["norms"])
@@ -83,7 +83,7 @@ class ClipTable(Feature):
         self._sums |= {key: measures[key] for key in self._sums.keys() & measures}
 
 
-def of_units(limit: float, sums: Sequence[float]) -> dict[str, Any]:
+def of_units(limit: float, sums: Sequence[float]) -> Plain:
     """Return the share of units that were clipped, and a table of other limits, from their sums.
 
     The limits are the own one times powers of two (`limiting.on_ladder`).

@@ -24,8 +24,9 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from llmexp.config.values import Plain
 from llmexp.folders import door, rundir
 from llmexp.folders.versions import LIMIT_S, Unknown, git
 from llmexp.system import fileio
@@ -62,7 +63,7 @@ class _Repository(TypedDict, total=False):
 class _Found:
     """The part of provenance.json about repositories, and their diffs by the names of the files."""
 
-    about: dict[str, Any]
+    about: Plain
     files: dict[str, bytes]
 
 
@@ -105,7 +106,7 @@ def _write(run_dir: Path, resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
     found = search_result()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
-    about: dict[str, Any] = {"platform": platform.platform(), **drivers(), **found.about}
+    about: Plain = {"platform": platform.platform(), **drivers(), **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     about = as_recorded(about)
     written = folders(run_dir)
@@ -125,7 +126,7 @@ def _write(run_dir: Path, resumed: bool) -> None:
     fileio.write_json(path / FILE, {"gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **about})
 
 
-def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
+def _concealed(name: str, diff: bytes, about: Plain) -> bytes:
     """Return a diff without the values of secrets, with a note in `about` that it may not apply.
 
     Secrets are those of the environment, values given to a name such as API_KEY, and texts that
@@ -148,7 +149,7 @@ def folders(run_dir: Path) -> list[Path]:
     return found[:-1]
 
 
-def read_provenance(path: Path) -> dict[str, Any]:
+def read_provenance(path: Path) -> Plain:
     """Return provenance.json of one of `folders`; an empty dict where none can be read."""
     with contextlib.suppress(rundir.ConfigError):
         return door.object_in(path / FILE, {"repositories": list[_Repository]})
@@ -164,9 +165,9 @@ def read_packages(path: Path) -> dict[str, str]:
 def gather() -> _Found:
     """Look into the repositories; git has LIMIT_S for each question."""
     files: dict[str, bytes] = {}
-    about: dict[str, Any] = {"repositories": []}
+    about: Plain = {"repositories": []}
     for root in repositories():
-        one: dict[str, Any] = {"name": root.name, "folder": str(root), "notes": []}
+        one: Plain = {"name": root.name, "folder": str(root), "notes": []}
         about["repositories"].append(one)
         try:
             _look_into(root, one)
@@ -203,7 +204,7 @@ def repositories() -> list[Path]:
     return list(tops)
 
 
-def _look_into(root: Path, one: dict[str, Any]) -> None:
+def _look_into(root: Path, one: Plain) -> None:
     """Fill in what is known of a repository. Raises Unknown."""
     words = git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
     one["commit"], branch = words[0], words[-1]
@@ -220,7 +221,7 @@ def _look_into(root: Path, one: dict[str, Any]) -> None:
         one["notes"].append("uncommitted changes inside submodules are left out")
 
 
-def _diff(root: Path, one: dict[str, Any]) -> bytes:
+def _diff(root: Path, one: Plain) -> bytes:
     """Return the uncommitted changes, without large binary files. Raises Unknown."""
     diff = git(root, *DIFF, "--binary", one["commit"], "--")
     one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
@@ -263,7 +264,7 @@ def drivers() -> dict[str, str]:
     """Return image, versions of CUDA, cuDNN and NVIDIA's driver; what is not there is absent."""
     import torch
 
-    found: dict[str, Any] = {"cuda": torch.version.cuda, "container": image()}
+    found: Plain = {"cuda": torch.version.cuda, "container": image()}
     if torch.cuda.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
     with contextlib.suppress(OSError):

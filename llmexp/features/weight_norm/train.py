@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from llmexp import mesh
+from llmexp.config.values import Plain
 from llmexp.data.window import Window
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.checkpointing import not_finite, save_what_can_be
@@ -25,7 +25,7 @@ class WeightNorm(Feature):
     name = "weight_norm"
     loop: Loop
 
-    def row(self, window: Window) -> dict[str, Any]:
+    def row(self, window: Window) -> Plain:
         loop, step = self.loop, window.step + 1
         due = due_after(step, step == loop.run.max_steps, loop.config, loop.run)
         if not due.evaluation and step % (EVERY * loop.config.train.log_every):
@@ -33,7 +33,7 @@ class WeightNorm(Feature):
         weights = [parameter.detach() for parameter in loop.setup.parameters]
         return {"weight_norm": float(mesh.global_norm(loop.mesh, weights))}
 
-    def step_end(self, window: Window, row: dict[str, Any] | None) -> None:
+    def step_end(self, window: Window, row: Plain | None) -> None:
         if row is not None and not math.isfinite(row.get("weight_norm", 0.0)):
             publish(self.loop, row)
             save_what_can_be(self.loop)

@@ -24,7 +24,7 @@ from llmexp.config.parts import COMMON
 from llmexp.config.rules import LIBRARY_TARGET, asks_rule
 from llmexp.config.sections import Config, plain
 from llmexp.config.targets import bind, hook, place
-from llmexp.config.values import ConfigError, is_ours
+from llmexp.config.values import ConfigError, Plain, is_ours
 from llmexp.data.sampler import TargetMask
 from llmexp.data.stream import Corpus
 from llmexp.data.text_bytes import TextBytes
@@ -80,8 +80,8 @@ class Parts:
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
-    prepared: dict[str, Any]  # by features, under their names
-    user: dict[str, Any]  # the section user
+    prepared: Plain  # by features, under their names
+    user: Plain  # the section user
 
     def new_model(self) -> nn.Module:
         """Return the model with its first weights, on the CPU."""
@@ -310,7 +310,7 @@ def _bare(
     return Bare(loss, given, optimizers, building, warnings)
 
 
-def _solved(config: Config, place: Placement, model: dict[str, Any]) -> Config:
+def _solved(config: Config, place: Placement, model: Plain) -> Config:
     """Return the config with every derived value written back."""
     layout, kind, wanted = place.layout, config.parallelism.kind, config.checkpoint.async_
     ours = {key: config.data[key] for key in COMMON["data"] if key in config.data}

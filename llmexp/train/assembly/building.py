@@ -18,7 +18,7 @@ from llmexp.config.convert import checked_knob
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.rules import LIBRARY_TARGET, TRANSFORMERS
 from llmexp.config.targets import bind, locate
-from llmexp.config.values import ConfigError, is_ours, refuse, typed
+from llmexp.config.values import ConfigError, Plain, is_ours, refuse, typed
 from llmexp.config.variables import fill
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.folders import rundir
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def initial_weights(
-    section: dict[str, Any], model: nn.Module, read: bool
+    section: Plain, model: nn.Module, read: bool
 ) -> tuple[WeightSource, list[str]] | None:
     """Return the weights that the model section names, and what grows beyond them; None for none.
 
@@ -61,7 +61,7 @@ def initial_weights(
 
 
 def initial_warnings(
-    section: dict[str, Any],
+    section: Plain,
     parent: str | None,
     uses_tokenizer: bool,
     model: nn.Module,
@@ -105,7 +105,7 @@ def _check_ids(key: str, folder: Path, tokenizer: Tokenizer | None) -> list[str]
     return []
 
 
-def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int = 0) -> nn.Module:
+def build_model(section: Plain, kind: str, end: int | None, seed: int = 0) -> nn.Module:
     """Build the model of a section, in the parameters' type for the precision `kind`.
 
     `end`: the id that ends a document, where attention stays inside. A model of ours has no memory
@@ -144,7 +144,7 @@ def build_model(section: dict[str, Any], kind: str, end: int | None, seed: int =
 
 
 def begin_model(
-    section: dict[str, Any],
+    section: Plain,
     seed: int,
     twin: int,
     model: nn.Module,
@@ -171,7 +171,7 @@ def begin_model(
         perturb(model, seed, twin, piece_of)
 
 
-def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> list[str]:
+def built_whole(section: Plain, model: nn.Module, layout: Layout) -> list[str]:
     """Return what ranks that share a model pay where each has to build all of it, in words."""
     if layout.shard_size * layout.tensor_parallel_size == 1:
         return []
@@ -182,21 +182,21 @@ def built_whole(section: dict[str, Any], model: nn.Module, layout: Layout) -> li
     ]
 
 
-def draws_by_blocks(section: dict[str, Any]) -> bool:
+def draws_by_blocks(section: Plain) -> bool:
     """Return whether each rank draws its own parts of the section's model: it is one of ours."""
     target = section["_target_"]
     return is_ours(target) and target != TRANSFORMERS
 
 
-def build_on_meta(section: dict[str, Any], kind: str, end: int | None) -> nn.Module:
+def build_on_meta(section: Plain, kind: str, end: int | None) -> nn.Module:
     """Build the model of a section without memory. Raises ConfigError."""
     with torch.device("meta"):
         return build_model(section, kind, end)
 
 
 def shaped(
-    section: dict[str, Any], kind: str, end: int | None, cached: Callable[..., Any]
-) -> tuple[dict[str, Any], str | None]:
+    section: Plain, kind: str, end: int | None, cached: Callable[..., Any]
+) -> tuple[Plain, str | None]:
     """Return the model section with the sizes that follow from one number, and how, in words.
 
     `cached`: an `assemble.Cache`; the models that are counted are built without memory. Raises
@@ -212,18 +212,18 @@ def shaped(
 
 
 def _sized(
-    section: dict[str, Any], kind: str, end: int | None, cached: Callable[..., Any], target: Any
-) -> tuple[dict[str, Any], str | None]:
+    section: Plain, kind: str, end: int | None, cached: Callable[..., Any], target: Any
+) -> tuple[Plain, str | None]:
     from llmexp.run.shape import solve_shape
 
-    def count(sizes: dict[str, Any]) -> int:
+    def count(sizes: Plain) -> int:
         model = cached(build_on_meta, sizes, kind, end)
         return parameter_counts(model)[0] or sum(p.numel() for p in model.parameters())
 
     return solve_shape(section, count, getattr(target, "mlp_factor", 4.0))
 
 
-def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
+def named_optimizer(section: Plain) -> Plain:
     """Return the section of optimizer=library, with the package of its name. Raises ConfigError."""
     from llmexp.optim.optimizers import library
 
@@ -235,7 +235,7 @@ def named_optimizer(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_optimizers(
-    section: dict[str, Any], model: nn.Module, traits: Sequence[Traits] = ()
+    section: Plain, model: nn.Module, traits: Sequence[Traits] = ()
 ) -> list[Optimizer]:
     """Return the optimizers of the section, whose rates are solved. Raise ConfigError.
 
@@ -260,7 +260,7 @@ def build_optimizers(
     return optimizers
 
 
-def _groups_of(section: dict[str, Any]) -> list[Group]:
+def _groups_of(section: Plain) -> list[Group]:
     """Return the groups of parameters of an optimizer section. Raises ConfigError."""
     found: list[Group] = checked_knob(
         "optimizer.groups", fill(section, "optimizer").get("groups", [])
@@ -276,7 +276,7 @@ def width_words(model: Any, optimizers: Sequence[Optimizer]) -> str:
 
 
 def group_shares(
-    section: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
+    section: Plain, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[GroupShare, ...]:
     """Return what each of the groups takes, and what is left for none of them."""
     if not (wanted := _groups_of(section)):
@@ -323,12 +323,12 @@ SHOWN_SIZES = (
 )  # fmt: skip
 
 
-def sizes_in(model: dict[str, Any]) -> str:
+def sizes_in(model: Plain) -> str:
     """Return the sizes in a model section, as they are given on a command line."""
     return " ".join(f"{key}={model[key]}" for key in SHOWN_SIZES if model.get(key) is not None)
 
 
-def label_of(model: dict[str, Any]) -> str:
+def label_of(model: Plain) -> str:
     """Return the model section in a few words."""
     name = str(model["_target_"]).rpartition(".")[2]
     layers = "layer" if model.get("n_layers") == 1 else "layers"

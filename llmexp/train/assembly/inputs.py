@@ -12,13 +12,13 @@ from llmexp.config.convert import checked_knob
 from llmexp.config.kinds import kind_of_error
 from llmexp.config.sections import Config
 from llmexp.config.targets import bind, described, locate, place
-from llmexp.config.values import ConfigError, is_ours, refuse
+from llmexp.config.values import ConfigError, Plain, is_ours, refuse
 from llmexp.config.variables import fill
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 
 
-def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
+def build_tokenizer(section: Plain) -> Tokenizer:
     """Build the tokenizer of a section. Raises ConfigError."""
     found = bind("tokenizer", section, {})()
     if isinstance(found, Tokenizer):
@@ -33,13 +33,13 @@ def build_tokenizer(section: dict[str, Any]) -> Tokenizer:
         ) from error
 
 
-def with_vocabulary(model: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def with_vocabulary(model: Plain, tokenizer: Tokenizer) -> Plain:
     """Return the model section with the tokenizer's vocabulary, where it has null for its own."""
     follows = fill(model.get("vocab_size", 0), "model.vocab_size") is None
     return model | {"vocab_size": padded_vocabulary(tokenizer)} if follows else dict(model)
 
 
-def inputs_of(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
+def inputs_of(config: Config) -> tuple[Tokenizer, Plain]:
     """Return the tokenizer of a config, and its model section with a vocabulary."""
     tokenizer = build_tokenizer(config.tokenizer)
     return tokenizer, with_vocabulary(config.model, tokenizer)
@@ -51,7 +51,7 @@ def padded_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def build_corpus(
-    data: dict[str, Any],
+    data: Plain,
     tokenizer: Tokenizer,
     vocab_size: int,
     length: int,
@@ -87,7 +87,7 @@ def build_corpus(
     return found
 
 
-def uses_tokenizer(data: dict[str, Any]) -> bool:
+def uses_tokenizer(data: Plain) -> bool:
     """Return whether the data's ids are the tokenizer's: our source needs it to make them."""
     if not is_ours(dotted := data["_target_"]):
         return True  # a function of the user's: nothing is imported to know
@@ -111,7 +111,7 @@ def document_end(tokenizer: Tokenizer, wanted: bool) -> int | None:
     return found
 
 
-def place_of(section: dict[str, Any], name: str) -> str:
+def place_of(section: Plain, name: str) -> str:
     """Return " (FILE:LINE)" of the function that a section names."""
     return place(locate(f"{name}._target_", section["_target_"]))
 
