@@ -48,7 +48,7 @@ from llmexp.checkpoint.slices import (
 from llmexp.checkpoint.stored import copy_overlap, read_index_entry
 from llmexp.config.values import Plain
 from llmexp.mesh.groups import Mesh, any_rank
-from llmexp.optim.eval_weights import finish
+from llmexp.optim.eval_weights import finish, swaps_weights
 from llmexp.optim.states import traits_of
 from llmexp.system.fileio import check_format, file_state, sha256
 
@@ -60,6 +60,9 @@ FILE_NAME = re.compile(r"([a-z0-9_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
+Stored = dict[str, list[StoredPiece]]  # the pieces of tensors, by their names
+
+
 @dataclass(frozen=True)
 class Loaded:
     """Hold a checkpoint that was found whole, with the pieces of each tensor by its name."""
@@ -68,16 +71,16 @@ class Loaded:
     step: int
     manifest: Plain
     state: Plain
-    tensors: dict[str, dict[str, list[StoredPiece]]]  # by kind: model, optimizer, of features
+    tensors: dict[str, Stored]  # by kind: model, optimizer, of features
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
     open_files: OpenFiles
 
     @property
-    def model(self) -> dict[str, list[StoredPiece]]:
+    def model(self) -> Stored:
         return self.tensors["model"]
 
     @property
-    def optimizer(self) -> dict[str, list[StoredPiece]]:
+    def optimizer(self) -> Stored:
         return self.tensors.get("optimizer", {})
 
     @property
@@ -193,9 +196,7 @@ def _read_manifest(path: Path) -> Plain:
     return dict(manifest)
 
 
-def _pieces(
-    path: Path, manifest: Plain, kinds: tuple[str, ...]
-) -> dict[str, dict[str, list[StoredPiece]]]:
+def _pieces(path: Path, manifest: Plain, kinds: tuple[str, ...]) -> dict[str, Stored]:
     """Return the pieces of each tensor of these kinds, from the index in the manifest.
 
     Raises ValueError where the pieces do not make up the tensors."""
@@ -204,7 +205,7 @@ def _pieces(
         raise ValueError("the manifest names no file with tensors")
     if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")
-    found, entries = dict[str, dict[str, list[StoredPiece]]](), json.loads(str(index))
+    found, entries = dict[str, Stored](), json.loads(str(index))
     for kind in kinds:
         found[kind] = {}
         for name, of_ranks in entries.get(kind, {}).items():
@@ -257,9 +258,7 @@ def _restore_buffers(buffers: Mapping[str, Tensor], model: nn.Module) -> None:
         owner._buffers[last] = made[id(value)]
 
 
-def fill_all(
-    loaded: Loaded, tensors: Mapping[str, Tensor], pieces: dict[str, list[StoredPiece]]
-) -> None:
+def fill_all(loaded: Loaded, tensors: Mapping[str, Tensor], pieces: Stored) -> None:
     """Fill what this rank holds of tensors from the pieces of the same names.
 
     Files of which it holds nothing are not opened. Raises CheckpointError, also where the files
@@ -352,8 +351,10 @@ def restore_optimizers(
         wanted.append((piece_of(state), pieces))
         optimizers[int(name.partition("/")[0])].state[parameter][key] = state
     _fill(loaded, wanted)
-    for optimizer in optimizers:
-        finish(optimizer)
+    for optimizer, plain in zip(optimizers, described, strict=True):
+        # states that were taken apart, and a second set of weights
+        if any(plain["state"].values()) or swaps_weights(optimizer):
+            finish(optimizer)
 
 
 def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:

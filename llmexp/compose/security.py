@@ -226,11 +226,10 @@ def fill_tracker(tree: Plain) -> list[str]:
     Return a line for each one that is set and not used. Raises ConfigError for a value that wandb
     would not take.
     """
-    if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
+    given = tree.get("tracker")
+    if not isinstance(given, dict) or given.get("kind") == "none":  # refused later, by its key
         return []
-    if tree["tracker"].get("kind") == "none":
-        return []
-    tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
+    tree["tracker"], unused = with_environment(given, os.environ)
     return [f"wandb: {redacted(text)}" for text in unused]
 
 

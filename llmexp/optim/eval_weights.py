@@ -63,9 +63,7 @@ def finish(optimizer: Optimizer) -> None:
     trained = [(p, state.pop(TRAINED, None)) for p, state in optimizer.state.items()]
     for state in optimizer.state.values():
         held = {key: state.pop(key) for key in [*state] if isinstance(state[key], Tensor)}
-        whole = together(state, held)
-        state.clear()
-        state |= whole
+        state |= together(state, held)
     begin(optimizer)
     with torch.no_grad():
         for p, weights in trained:

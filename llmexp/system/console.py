@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from llmexp.system.text import duration, loss_text
+from llmexp.system.text import Note, duration, loss_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -177,7 +177,7 @@ class Console:
             _silence(dead)
 
 
-def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
+def banner(sections: list[Note], width: int | None = None) -> str:
     """Return aligned `label  text` lines, the text wrapped to `width` columns.
 
     The default is the width of the terminal, else 100. Words longer than a line (paths) stay whole,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from llmexp.config.labels import plural
 from llmexp.system.devices import Device, device_called
 
 _PEAK_AT_START = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -43,8 +44,7 @@ def device_name(device: torch.device) -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         if model := re.search(r"model name[^:\n]*:(.*)", text):
             name = model[1].strip()
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{name}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -124,7 +124,8 @@ def train(loop: Loop) -> str:
 
 def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, Outcome]:
     """Train on the next window. The host waits for the device only where `due` asks for it."""
-    progress, meter, loop.row_is_due = loop.progress, loop.meter, due.row
+    progress, meter = loop.progress, loop.meter
+    loop.row_is_due, loop.evaluates = due.row, due.evaluation
     loop.features.at("step_start", progress.step + 1)
     with meter.stepping():
         with meter.waiting_for_data():

@@ -71,6 +71,7 @@ class Loop:
     saved_at: float = dataclasses.field(default_factory=time.monotonic)
     warned_of_data: bool = False  # that a data file was replaced
     row_is_due: bool = False  # after the step that is under way
+    evaluates: bool = False  # likewise
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property

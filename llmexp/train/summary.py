@@ -14,7 +14,7 @@ from llmexp.metrics.keys import figures_in
 from llmexp.metrics.lines import format_row
 from llmexp.system.child import STOP
 from llmexp.system.console import banner
-from llmexp.system.text import duration
+from llmexp.system.text import Note, duration
 from llmexp.train.state import Loop
 
 _TRAINING: dict[str, Callable[[Any], str]] = {
@@ -69,12 +69,12 @@ def training_time(loop: Loop) -> float | None:
     return seconds + since["step_time"] if since["steps"] == loop.progress.step - step else None
 
 
-def told(loop: Loop, event: str) -> list[tuple[str, str]]:
+def told(loop: Loop, event: str) -> list[Note]:
     """Return titles and texts of all features: `words`, `last_words`, `files`, ....
 
     The run is over and recorded: an error of one is told in its place.
     """
-    found = list[tuple[str, str]]()
+    found = list[Note]()
     for texts_of in loop.features.on(event):
         try:
             found += texts_of()
@@ -83,7 +83,7 @@ def told(loop: Loop, event: str) -> list[tuple[str, str]]:
     return found
 
 
-def say_the_end(loop: Loop, state: str, summary: Plain, last_words: list[tuple[str, str]]) -> None:
+def say_the_end(loop: Loop, state: str, summary: Plain, last_words: list[Note]) -> None:
     """Show the end of a run: figures, words, files, the folder, the next command."""
     console, path, step = loop.console, loop.path, loop.progress.step
     how, saved = "finished", ""
@@ -104,7 +104,7 @@ def say_the_end(loop: Loop, state: str, summary: Plain, last_words: list[tuple[s
         console.line(f"{label:<{column}}{text}")
 
 
-def _figures(summary: Plain) -> Iterator[tuple[str, str]]:
+def _figures(summary: Plain) -> Iterator[Note]:
     """Yield what the training took, counts that are not 0, and losses; status.json has more."""
     parts = [show(summary[key]) for key, show in _TRAINING.items() if summary.get(key)]
     for key, count in summary.items():

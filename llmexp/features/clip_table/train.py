@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from llmexp.config.values import Plain
 from llmexp.features.clip_table.norms import Norms, clip_line
+from llmexp.system.text import Note
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import Rule
 from llmexp.train.feature import Feature, starting
@@ -56,7 +57,7 @@ class ClipTable(Feature):
         clip = self.norms.summary()
         return clip | ({"measures": measures} if clip and measures else {})
 
-    def words(self) -> list[tuple[str, str]]:
+    def words(self) -> list[Note]:
         if not (clip := self.status()):
             return []
         found = [("clipping", clip_line(clip, self.norms.limit))]

@@ -8,7 +8,7 @@ from llmexp.data.window import Window
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.checkpointing import not_finite, save_what_can_be
 from llmexp.train.feature import Feature
-from llmexp.train.loop import due_after, publish
+from llmexp.train.loop import publish
 from llmexp.train.state import Loop
 from llmexp.train.step import Setup
 
@@ -26,9 +26,8 @@ class WeightNorm(Feature):
     loop: Loop
 
     def row(self, window: Window) -> Plain:
-        loop, step = self.loop, window.step + 1
-        due = due_after(step, step == loop.run.max_steps, loop.config, loop.run)
-        if not due.evaluation and step % (EVERY * loop.config.train.log_every):
+        loop, each = self.loop, EVERY * self.loop.config.train.log_every
+        if not loop.evaluates and (window.step + 1) % each:
             return {}
         weights = [parameter.detach() for parameter in loop.setup.parameters]
         return {"weight_norm": float(mesh.global_norm(loop.mesh, weights))}

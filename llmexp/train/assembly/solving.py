@@ -27,7 +27,7 @@ from llmexp.folders.versions import source_commit, versions
 from llmexp.models.common import idle_parameters, parameter_counts
 from llmexp.models.loss import SummedLoss
 from llmexp.optim import schedule
-from llmexp.run import Facts, Parent, Run, solve
+from llmexp.run import Facts, Run, solve
 from llmexp.run.budget import TokenCost
 from llmexp.run.layout import Layout
 from llmexp.run.shares import SourceShare
@@ -67,12 +67,9 @@ def run_facts(
     bare: Bare,
     tokenizer: Tokenizer,
     corpus: Corpus,
-    *,
-    parent: Parent | None,
-    rule: str | None,
-    shape: str | None,
+    **more: Any,
 ) -> Facts:
-    """Return what a run is solved from. `config` is solved."""
+    """Return what a run is solved from: `more`, and what follows. `config` is solved."""
     model, section = bare.loss.model, fill(config.model, "model")
     given = section.get("init_from")
     begins_with = config.fork.run is None and given is not None
@@ -112,9 +109,7 @@ def run_facts(
             else ()
         ),
         parametrization=width_words(bare.given, bare.optimizers) if by_width else None,
-        rule=rule,
-        shape=shape,
-        parent=parent,
+        **more,
     )
 
 
