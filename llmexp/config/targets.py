@@ -260,12 +260,13 @@ def resolve(
             names = list(arguments_of(target)) or [n for n in parameters if n not in offered]
             text = f"{values['_target_']} has no such argument.{hint(name, names)}"
             raise ConfigError("unknown_key", f"{section}.{name}: {text}")
-    for name, (kind, knob) in arguments_of(target).items():
-        if name in knobs:
-            knobs[name] = convert_value(kind, knobs[name], f"{section}.{name}", knob)
-    for name, kind in _hints(target).items():  # of the user's function, which declares no knob
-        if kind in (str, str | None) and isinstance(knobs.get(name), (bool, int, float)):
-            convert_value(str, knobs[name], f"{section}.{name}", Knob(""))
+    for name, kind in _hints(target).items():
+        if name not in knobs:
+            continue
+        if (known := declared(kind)) is not None:
+            knobs[name] = convert_value(known[0], knobs[name], f"{section}.{name}", known[1])
+        elif kind in (str, str | None) and isinstance(knobs[name], (bool, int, float)):
+            convert_value(str, knobs[name], f"{section}.{name}", Knob(""))  # refuses a number
     return target, knobs
 
 

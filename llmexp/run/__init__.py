@@ -284,8 +284,7 @@ def check_model(model: Any, length: int, tokenizer: Any) -> int | None:
 
 def check_steps(train: Train, max_steps: int, first: int) -> None:
     """Raise ConfigError for a step after the end of the run, or in a fork not after `first`."""
-    steps = {field.name for field in fields(train) if field.metadata["knob"].a_step}
-    for name in sorted(steps):
+    for name in sorted(field.name for field in fields(train) if field.metadata["knob"].a_step):
         step = getattr(train, name)
         if step is not None and step > max_steps:
             text = f"is past the end of the run, which is {max_steps} optimizer steps; leave it out"

@@ -28,8 +28,9 @@ _TRAINING: dict[str, Callable[[Any], str]] = {
 
 def summarise(loop: Loop) -> Plain:
     """Return the figures that end status.json and the summary of features, as far as known."""
-    rows = Figures() if loop.rows is None else loop.rows.figures
-    newest, progress, run = rows.newest, loop.progress, loop.run
+    progress, run = loop.progress, loop.run
+    rows = Figures(run.first_step) if loop.rows is None else loop.rows.figures
+    newest, since = rows.newest, loop.meter.since_row()
     if progress.loss is not None:  # its step may have no row
         newest["train/loss"] = progress.loss
     found: Plain = {"steps": progress.step}
@@ -46,7 +47,9 @@ def summarise(loop: Loop) -> Plain:
     best = min(progress.best_val_loss, found.get("final val/loss", math.inf))
     if math.isfinite(best):
         found["best val/loss"] = best
-    if seconds := training_time(loop):
+    # of the whole run, of a fork without its parent; what a resumed run did twice counts once
+    seconds = rows.train_time + since["step_time"]
+    if seconds and since["steps"] == progress.step - rows.step:  # else some were not timed
         found["train_time"] = seconds
         found["mean tokens_per_sec"] = (run.tokens_at(progress.step) - run.begin.tokens) / seconds
     found |= {k: rows.last[k] for k in ("mfu", "peak_memory_gib") if k in rows.last}
@@ -55,18 +58,6 @@ def summarise(loop: Loop) -> Plain:
     for summary_of in loop.features.on("summary"):
         found |= summary_of()
     return found
-
-
-def training_time(loop: Loop) -> float | None:
-    """Return the seconds of training of the whole run, of a fork without its parent.
-
-    What a resumed run did twice counts once. None where a step after the last row was not timed.
-    """
-    step, seconds = loop.run.first_step, 0.0
-    if loop.rows is not None:
-        step, seconds = loop.rows.figures.step, loop.rows.figures.train_time
-    since = loop.meter.since_row()
-    return seconds + since["step_time"] if since["steps"] == loop.progress.step - step else None
 
 
 def told(loop: Loop, event: str) -> list[Note]:

@@ -40,14 +40,31 @@ class Placement:
 
 
 def placed(config: Config) -> Placement:
-    """Return where a run computes. Raises ConfigError for what is not there."""
-    wanted, there = config.train.device, torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    """Return where a run computes.
+
+    Raises ConfigError for what is not there, and for ranks that do not divide."""
+    p, wanted, on_cuda = config.parallelism, config.train.device, torch.cuda.is_available()
+    if wanted == "cuda" and not on_cuda:
         raise refuse("no_device", "train.device", wanted, "no CUDA device is visible", "cpu")
-    device = torch.device("cuda" if there and wanted != "cpu" else "cpu")
-    layout = _layout(config, device)
+    device = torch.device("cuda" if on_cuda and wanted != "cpu" else "cpu")
+    there = torch.cuda.device_count() if device.type == "cuda" else None
+    ranks = p.nproc_per_node or (1 if p.kind == "single" else there) or 1
+    if there is not None and ranks > there:
+        text = f"there are {there} CUDA devices on this host"
+        raise refuse("no_device", "parallelism.nproc_per_node", ranks, text, there)
+    if p.backend == "nccl" and device.type != "cuda":
+        text = f"needs CUDA devices; this run computes on {device.type}"
+        raise refuse("no_device", "parallelism.backend", "nccl", text, "gloo")
+    layout = solve_layout(p, ranks)
+    if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        try:
+            mesh.check_loopback()
+        except ValueError as error:
+            raise refuse(
+                kind_of_error(error, "wrong_ranks"), "parallelism.nproc_per_node", ranks, str(error)
+            ) from None
     kind, reason = precision.choose(config.precision.kind, device)
-    offload = config.parallelism.activation_checkpointing == "offload"
+    offload = p.activation_checkpointing == "offload"
     compiled = _compiled(config.train.compile, device, offload)
     return Placement(device, layout, kind, reason, *compiled)
 
@@ -85,31 +102,6 @@ def _missing_to_compile(device: torch.device) -> str:
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         return "compiling for CUDA needs the headers of Python (the package python3-dev)"
     return ""
-
-
-def _layout(config: Config, device: torch.device) -> Layout:
-    """Return where the ranks stand.
-
-    Raises ConfigError for more than the devices there are and for what does not divide.
-    """
-    wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
-    there = torch.cuda.device_count() if device.type == "cuda" else None
-    ranks = wanted or (1 if kind == "single" else there) or 1
-    if there is not None and ranks > there:
-        text = f"there are {there} CUDA devices on this host"
-        raise refuse("no_device", "parallelism.nproc_per_node", ranks, text, there)
-    if config.parallelism.backend == "nccl" and device.type != "cuda":
-        text = f"needs CUDA devices; this run computes on {device.type}"
-        raise refuse("no_device", "parallelism.backend", "nccl", text, "gloo")
-    layout = solve_layout(config.parallelism, ranks)
-    if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        try:
-            mesh.check_loopback()
-        except ValueError as error:
-            raise refuse(
-                kind_of_error(error, "wrong_ranks"), "parallelism.nproc_per_node", ranks, str(error)
-            ) from None
-    return layout
 
 
 def check_ranks(several: Sequence[Traits], layout: Layout) -> None:
