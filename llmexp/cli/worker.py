@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from llmexp.config.values import refusal
+from llmexp.config.values import Plain, refusal
 from llmexp.folders import rundir
 from llmexp.folders.ending import conclude_run, how_it_left, what_is_left
 from llmexp.system.child import DONE, FAILED, REFUSED, hand_over, how_it_died, signals_passed_on
@@ -31,7 +30,7 @@ class Worker:
             self._process.kill()
         self._report.close()
 
-    def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
+    def run(self, request: Plain) -> tuple[int, Path | None]:
         """Send the request and wait; return the exit code and the run folder, if one was made.
 
         Signals are passed on. Raises ConfigError for what the worker refuses before there is a

@@ -387,13 +387,14 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
     Raises ConfigError."""
     with user_errors(cfg):
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
-    if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
+    folder = str(value)
+    if not value or re.search(r"[\x00-\x1f\x7f]", folder):
         text = "a folder is needed, without control characters"
         raise refuse("wrong_type", key, repr(value), text, "outputs/try1")
-    if NUMBER_OR_WORD.fullmatch(str(value)):
+    if NUMBER_OR_WORD.fullmatch(folder):
         _refuse_number(cfg, key)
-    refuse_secrets(str(value), key)
-    return Path(str(value))
+    refuse_secrets(folder, key)
+    return Path(folder)
 
 
 def _refuse_number(cfg: DictConfig, key: str) -> None:

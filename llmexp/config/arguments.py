@@ -8,6 +8,7 @@ another knob in the place of the texts has its range checked too. Standard libra
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import types
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 from llmexp.config.convert import convert_value
 from llmexp.config.kinds import Kind
 from llmexp.config.parts import declared
-from llmexp.config.values import ConfigError, Knob, closest, did_you_mean
+from llmexp.config.values import ConfigError, Knob, Plain, closest, did_you_mean
 
 JSON_HELP = "print the answer as JSON"
 
@@ -111,7 +112,7 @@ def add_arguments(
         text = knob.doc if knob.choices else knob.meaning
         if default not in (None, False, True, (), "", parameter.empty):
             text += f" (default: {default})"
-        how: dict[str, Any] = {"help": text.replace("%", "%%")}
+        how: Plain = {"help": text.replace("%", "%%")}
         if kind is bool:
             how["action"] = "store_false" if default else "store_true"
         else:
@@ -140,15 +141,15 @@ def _number(text: str) -> Any:
 
 def call(function: Callable[..., Any], args: Namespace) -> Any:
     """Call a function with what was parsed. Raises ConfigError for a value out of its range."""
-    words, flags, values = list[Any](), dict[str, Any](), dict(vars(args))
+    words, flags, values = list[Any](), Plain(), dict(vars(args))
     for parameter, kind, knob, _ in annotated(function):
         if knob.example is not None or {int, float} & {kind, *typing.get_args(kind)}:
             is_flag = parameter.kind is parameter.KEYWORD_ONLY
             key = flag_of(parameter) if is_flag else parameter.name
+            convert = functools.partial(convert_value, kind, key=key, knob=knob)
             given = values[parameter.name]
-            several = given if isinstance(given, list) else [given]
-            found = [convert_value(kind, one, key, knob) for one in several]
-            values[parameter.name] = found if isinstance(given, list) else found[0]
+            several = isinstance(given, list)
+            values[parameter.name] = list(map(convert, given)) if several else convert(given)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             words += values[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import os
 import socket
 import sys
@@ -102,9 +103,8 @@ def join(  # noqa: PLR0913 (what parallelism says)
     ConfigError when the launched world is not the configured one.
     """
     sizes = (replicate_size, shard_size, tensor_parallel_size)
-    expected = replicate_size * shard_size * tensor_parallel_size
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if world != expected:
+    if world != (expected := math.prod(sizes)):
         raise ConfigError(
             "wrong_ranks", f"{world} ranks were started, but the run's parallelism has {expected}"
         )

@@ -67,7 +67,12 @@ class Console:
         text = _CONTROL.sub("", text)
         printed = _CONTROL.sub("", short) if short is not None and self.live else text
         with self._lock:
-            self._write_log(text + "\n")
+            left = memoryview(f"{text}\n".encode("utf-8", "replace"))
+            try:
+                while left and self._log is not None:
+                    left = left[self._log.write(left) :]
+            except OSError as error:
+                self.failure = self.failure or error
             if self.failure is not None and not self._reported:
                 self._reported = True
                 lost = (
@@ -105,16 +110,6 @@ class Console:
             if self._log is not None:
                 self._log.close()
                 self._log = None
-
-    def _write_log(self, text: str) -> None:
-        if self._log is None:
-            return
-        left = memoryview(text.encode("utf-8", "replace"))
-        try:
-            while left:
-                left = left[self._log.write(left) :]
-        except OSError as error:
-            self.failure = self.failure or error
 
     def _print(self, text: str) -> None:
         if self._stream is None:

@@ -110,8 +110,8 @@ def begin_run(path: Path, parts: Parts, request: Plain, *, record_late: bool = F
     if not os.access(path, os.W_OK | os.X_OK):
         copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
         again = rundir.command_on(path, "resume", "/tmp/run")
-        way = f"copy it to one that can, and continue there: {copy} && {again}"
-        raise ConfigError("disk", f"{path}: this folder cannot be written; {way}")
+        text = "this folder cannot be written; copy it to one that can, and continue there"
+        raise ConfigError("disk", f"{path}: {text}: {copy} && {again}")
     if request.get("queue"):
         with rundir.locked(path):
             folder.record_run(path, parts, request, "queued")

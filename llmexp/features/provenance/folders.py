@@ -106,9 +106,15 @@ def _write(run_dir: Path, resumed: bool) -> None:
     packages = "".join(f"{line}\n" for line in installed()).encode()
     found = search_result()
     files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
-    about: Plain = {"platform": platform.platform(), **drivers(), **found.about}
-    about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
-    about = as_recorded(about)
+    about = as_recorded(
+        {
+            "platform": platform.platform(),
+            **drivers(),
+            **found.about,
+            "packages": PACKAGES,
+            "packages_sha256": hashlib.sha256(packages).hexdigest(),
+        }
+    )
     written = folders(run_dir)
     before = read_provenance(written[-1]) if written else {}
     before.pop("gathered", None)

@@ -18,7 +18,7 @@ from llmexp.config.convert import checked_knob
 from llmexp.config.forms import ramp_sizes
 from llmexp.config.sections import Config
 from llmexp.config.targets import bind
-from llmexp.config.values import refuse
+from llmexp.config.values import Plain, refuse
 from llmexp.config.variables import fill
 from llmexp.data.mixture import Mixture
 from llmexp.data.stream import Corpus
@@ -169,7 +169,7 @@ def _sources(mixed: Mixture, run: Run) -> Iterator[SourceShare]:
         yield SourceShare(name, mixed.tokens[name], sequences, epochs)
 
 
-def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
+def rate_factor(section: Plain, max_steps: int) -> Callable[[int], float]:
     """Return the schedule's factor on the base rate by applied updates, checked at each use.
 
     Raises ConfigError for bad knobs, and for a factor that is no finite number of at least 0: at
