@@ -60,7 +60,7 @@ FILE_NAME = re.compile(r"([a-z0-9_]+)(-\d+-of-\d+)?\.safetensors|state\.pt")
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
-Stored = dict[str, list[StoredPiece]]  # the pieces of tensors, by their names
+StoredPieces = dict[str, list[StoredPiece]]  # the pieces of tensors, by their names
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Loaded:
     step: int
     manifest: Plain
     state: Plain
-    tensors: dict[str, Stored]  # by kind: model, optimizer, of features
+    tensors: dict[str, StoredPieces]  # by kind: model, optimizer, of features
     seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
     open_files: OpenFiles
 
     @property
-    def model(self) -> Stored:
+    def model(self) -> StoredPieces:
         return self.tensors["model"]
 
     @property
-    def optimizer(self) -> Stored:
+    def optimizer(self) -> StoredPieces:
         return self.tensors.get("optimizer", {})
 
     @property
@@ -196,7 +196,7 @@ def _read_manifest(path: Path) -> Plain:
     return dict(manifest)
 
 
-def _pieces(path: Path, manifest: Plain, kinds: tuple[str, ...]) -> dict[str, Stored]:
+def _pieces(path: Path, manifest: Plain, kinds: tuple[str, ...]) -> dict[str, StoredPieces]:
     """Return the pieces of each tensor of these kinds, from the index in the manifest.
 
     Raises ValueError where the pieces do not make up the tensors."""
@@ -205,7 +205,7 @@ def _pieces(path: Path, manifest: Plain, kinds: tuple[str, ...]) -> dict[str, St
         raise ValueError("the manifest names no file with tensors")
     if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")
-    found, entries = dict[str, Stored](), json.loads(str(index))
+    found, entries = dict[str, StoredPieces](), json.loads(str(index))
     for kind in kinds:
         found[kind] = {}
         for name, of_ranks in entries.get(kind, {}).items():
@@ -258,7 +258,7 @@ def _restore_buffers(buffers: Mapping[str, Tensor], model: nn.Module) -> None:
         owner._buffers[last] = made[id(value)]
 
 
-def fill_all(loaded: Loaded, tensors: Mapping[str, Tensor], pieces: Stored) -> None:
+def fill_all(loaded: Loaded, tensors: Mapping[str, Tensor], pieces: StoredPieces) -> None:
     """Fill what this rank holds of tensors from the pieces of the same names.
 
     Files of which it holds nothing are not opened. Raises CheckpointError, also where the files

@@ -22,7 +22,11 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     `auto` is bf16 where the device computes it natively, else fp32. Raises ConfigError for an
     arithmetic that the device lacks.
     """
-    native = _native_bf16(device)
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        units = torch.cpu.get_capabilities()
+        native = any(units.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     if kind == "auto":
         where = "this GPU" if device.type == "cuda" else "this CPU"
         if native:
@@ -43,15 +47,6 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     if kind in ("bf16", "fp16") and device.type == "cpu" and not (native and kind == "bf16"):
         return kind, "this CPU emulates it, slowly"
     return kind, ""
-
-
-def _native_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(
-        capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
-    )
 
 
 def apply(kind: str) -> None:

@@ -7,16 +7,6 @@ from llmexp.run import Parent, Run
 from llmexp.run.shares import GroupShare, SourceShare
 
 
-def batch_equation(run: Run) -> str:
-    """Return the batch arithmetic with its numbers, as the banner and plan print it."""
-    return (
-        f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps "
-        f"{run.gradient_accumulation_steps} x dp_size {run.dp_size} = real_batch_size "
-        f"{run.real_batch_size}; x sequence_length {run.sequence_length} = "
-        f"{run.tokens_per_step:,} tokens per step{', at the end of the ramp' if run.ramp else ''}"
-    )
-
-
 def _stage_texts(run: Run) -> list[str]:
     """Return each stage of a ramp in words."""
     ends = [stage.first_step for stage in run.stages[1:]] + [run.max_steps]
@@ -94,6 +84,12 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     val = f"{run.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.eval_sequences < run.val_sequences:
         val += f", of which an evaluation reads {run.eval_sequences:,}"
+    batch = (
+        f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps "
+        f"{run.gradient_accumulation_steps} x dp_size {run.dp_size} = real_batch_size "
+        f"{run.real_batch_size}; x sequence_length {length} = "
+        f"{run.tokens_per_step:,} tokens per step{', at the end of the ramp' if run.ramp else ''}"
+    )
     flops = None
     if run.total_flops is not None and run.flops_per_token is not None:
         of = f"its own {run.own_tokens:,} tokens" if run.parent else "tokens"
@@ -109,7 +105,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("shape", run.shape),
         ("begins with", run.initial),
         ("forks from", _parent_text(run.parent) if run.parent else None),
-        ("batch", batch_equation(run)),
+        ("batch", batch),
         *[("stage", text) for text in (_stage_texts(run) if run.ramp else ())],
         ("budget", budget),
         ("rule", run.rule),

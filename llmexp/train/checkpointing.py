@@ -62,27 +62,21 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     with eval_weights.evaluating(setup.optimizers, setup.module) as trained:
         copy = not wait or bool(trained)  # the live tensors are others again afterwards
         pieces = saving.snapshot(setup.model, setup.optimizers, *ranks, copy, more, trained)
-    refuse_bad(loop, pieces.bad)
+    # what no run could go on from, on all ranks: a rate that is none, or tensors of some rank
+    wrong = updating.wrong_rate(setup.optimizers)
+    bad = mesh.ranks_where(loop.mesh, bool(pieces.bad or wrong))
+    if wrong and not pieces.bad:
+        raise not_saved(loop, f"optimizer: {wrong}")
+    if bad and not pieces.bad:
+        time.sleep(1.0)  # give the rank that knows the tensors time to report first
+    if bad:
+        raise not_finite(loop, first_of(pieces.bad) or mesh.numbered(bad))
     place = loop.path / rundir.CHECKPOINTS, step, pieces
     kept = chosen.keep, tuple(loop.saved), chosen.keep_every
     commit = functools.partial(saving.commit_checkpoint, *place, state, meta, *kept)
     loop.saving = Saving(step, commit, loop.writer.submit(saving.write_pieces, *place))
     if wait:
         finish_save(loop, must)
-
-
-def refuse_bad(loop: Loop, bad: list[str]) -> None:
-    """Raise TrainingFailed where no run could go on from what is to be saved, on all ranks.
-
-    A rate is no rate, or tensors that some rank holds are `bad`."""
-    wrong = updating.wrong_rate(loop.setup.optimizers)
-    ranks = mesh.ranks_where(loop.mesh, bool(bad or wrong))
-    if wrong and not bad:
-        raise not_saved(loop, f"optimizer: {wrong}")
-    if ranks and not bad:
-        time.sleep(1.0)  # give the rank that knows the tensors time to report first
-    if ranks:
-        raise not_finite(loop, first_of(bad) or mesh.numbered(ranks))
 
 
 def not_finite(loop: Loop, where: str) -> TrainingFailed:
