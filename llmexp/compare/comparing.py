@@ -221,7 +221,7 @@ def _batch(records: Sequence[Record]) -> str:
     It is iso-batch where one real batch is cut in several ways, scaling where it varies, mixed for
     both, same otherwise.
     """
-    cuts: dict[object, set[str]] = defaultdict(set)
+    cuts = defaultdict(set)
     for r in records:
         size = r.batch("real_batch_size")
         if isinstance(size, int):

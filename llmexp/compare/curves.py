@@ -209,7 +209,7 @@ def _layout(c: Result, title: str) -> dict[str, Any]:
 
 def _along(c: Result, axis: str) -> dict[str, Any]:
     """Return an axis, with a line where the runs are compared, or at the target."""
-    place: dict[str, Any] = {}
+    place = {}
     if c.target and c.target.key in ("val/loss", "train/loss", c.settings[0].runs[0].measured):
         place = dict(x0=0, x1=1, xref="paper", y0=c.target.value, y1=c.target.value)
     elif axis == c.align and c.align_at is not None and len(c.settings) > 1:
@@ -249,7 +249,7 @@ def quantities(c: Result) -> list[Plot]:
                     line={"color": colour, "width": 2.4 if s.leads else 1.3},
                 )
             )
-    options: Options = []
+    options = []
     for title in dict.fromkeys(titles):
         axis = {"yaxis.title.text": title, "yaxis.range": None}
         options.append((title, [{"visible": [title == of for of in titles]}, axis]))

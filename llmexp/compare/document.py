@@ -64,7 +64,7 @@ def plot(name: str, title: str, traces: Sequence[Any], caption: str = "", **layo
 
 def points(x: Any, y: Any, words: Sequence[str] | None, **more: Any) -> go.Scatter:
     """Return marks, each with its own words for the pointer."""
-    how: dict[str, Any] = {"mode": "markers", "text": words} | more
+    how = {"mode": "markers", "text": words} | more
     hover = "%{text}<extra></extra>" if words else None
     return go.Scatter(x=x, y=y, hovertemplate=hover, **how)
 

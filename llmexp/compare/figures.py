@@ -243,7 +243,7 @@ def figures(
         evaluated = any(least <= at for at in seen[: until(seen, read.at)][-1:])
         evaluated &= align != "time" or bool(where[-1] >= read.at * (1 - 1e-9))
     rows = until(columns["step"], step)
-    found: dict[str, float | None] = {}
+    found = {}
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:

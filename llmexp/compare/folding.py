@@ -101,8 +101,8 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         several = len({r.config.get(FORK) for r in group}) > 1  # a trunk for each seed
         keys = [key for key in keys if key != SEED and not (several and key == FORK)]
     usable = [r for r in group if not r.out] or group
-    figures: dict[str, float] = {}
-    intervals: dict[str, tuple[float, float]] = {}
+    figures = {}
+    intervals = {}
     for key in (column.key for column in columns_of({key for r in usable for key in r.figures})):
         known = [r.figures[key] for r in usable if key in r.figures]
         if key in ("steps", "tokens_seen") and first.foreign and len({*known}) > 1:

@@ -20,7 +20,7 @@ from llmexp.compare.budgets import CLOSE
 from llmexp.compare.figures import cap_of, task
 from llmexp.compare.folding import batch_cut, varying
 from llmexp.compare.inference import FEW, Difference, Model, far_off
-from llmexp.compare.looks import Level, Seen, Stood, stood
+from llmexp.compare.looks import Seen, Stood, stood
 from llmexp.compare.position import of_rows, positions, tokens_of_step, until
 from llmexp.compare.records import (
     REACHED,
@@ -134,7 +134,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     no other setting, and no further witness of the noise.
     """
     sign = f.metric.sign
-    same: dict[object, list[Setting]] = defaultdict(list)
+    same = defaultdict(list)
     alike: dict[object, list[int]] = defaultdict(list)  # the numbers of those that may be equal
     for i, r in enumerate(group):
         keys = (r.computation, frozenset(r.seeds.items()))
@@ -148,7 +148,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
         return -len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean
 
     candidates = [min(those, key=weight) for those in same.values()]
-    levels: list[Level] = [(look.seeds, look.level * share) for look in f.looks]
+    levels = [(look.seeds, look.level * share) for look in f.looks]
     standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
     lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
     still = not f.target and unmoved(group)
@@ -335,7 +335,7 @@ def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
 
     None where there are no two.
     """
-    alike: dict[object, list[Record]] = defaultdict(list)
+    alike = defaultdict(list)
     for setting in rivals:
         for run in setting.taking_part:
             if metric in run.figures:

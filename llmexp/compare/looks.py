@@ -63,7 +63,7 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     `sign`: -1 where the higher figure is better.
     """
     left, out = list(candidates), dict[object, Seen]()
-    last: Seen | None = None
+    last = None
     for seeds, level in looks:
         seen = _together(left, seeds, sign, level)
         if seen is None or level <= 0:
@@ -78,7 +78,7 @@ def stood(candidates: Sequence[Setting], looks: Sequence[Level], sign: float) ->
     known = [r.identity for r in candidates if r.identity in out or r.identity in last.number]
     found = {i: (out.get(i, last).beside(i, first, sign), i in out) for i in known if i != first}
     lead = next(r for r in candidates if r.identity == first)
-    whole: Seen | None = None
+    whole = None
     if len(looks) > 1:  # also those that are out
         whole = _together(candidates, looks[-1][0], sign, last.level)
     return Stood(lead, found, whole or last)

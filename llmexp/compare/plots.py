@@ -136,7 +136,7 @@ def over_keys(c: Result) -> list[Plot]:
         along = scale(known, key)
         if along.kind == "category" or len(along.levels) < 2:
             continue
-        groups: dict[str, list[Setting]] = defaultdict(list)
+        groups = defaultdict(list)
         for s in sorted(known, key=lambda s: float(s.values[key])):
             groups[short_label({k: s.values[k] for k in c.factors if k != key})].append(s)
         few, traces = len(groups) <= 10, []

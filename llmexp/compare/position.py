@@ -93,7 +93,7 @@ def common_rows(records: Sequence[Record], align: str, keys: Iterable[str]) -> d
     alike = len(lengths) == 1 and not any(r.foreign for r in records)
     axis = "steps" if align == "steps" or alike else "tokens"
     step = 1.0 if axis == "steps" else max(lengths, default=0.0) or 1.0
-    found: dict[Record, dict[str, np.ndarray]] = {r: {**r.columns} for r in records}
+    found = {r: {**r.columns} for r in records}
     for key in keys:
         placed = (r for r in records if len(of_rows(r, axis)))
         known = {r: np.isfinite(r.columns.get(key, ())) for r in placed}

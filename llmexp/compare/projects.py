@@ -195,7 +195,7 @@ def offline_run(path: Path) -> OtherRun:
 
 def _items(items: Any) -> dict[str, Any]:
     """Return those of a record that are JSON."""
-    found = dict[str, Any]()
+    found = {}
     for item in items:
         with contextlib.suppress(ValueError):
             found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)

@@ -181,8 +181,7 @@ def _of_small(effects: np.ndarray) -> np.ndarray:
     """
     size = np.abs(effects)
     small = size <= 2.5 * 1.5 * np.median(size, axis=1, keepdims=True)
-    found: np.ndarray = np.sqrt((size**2).mean(axis=1, where=small))
-    return found
+    return np.sqrt((size**2).mean(axis=1, where=small))
 
 
 def _of_rest(effects: np.ndarray, knobs: int) -> np.ndarray:
@@ -193,8 +192,7 @@ def _of_rest(effects: np.ndarray, knobs: int) -> np.ndarray:
     squares = effects**2
     small = squares <= 4 * squares[:, knobs:].mean(axis=1, keepdims=True)
     small[:, knobs:] = True
-    found: np.ndarray = np.sqrt(squares.mean(axis=1, where=small))
-    return found
+    return np.sqrt(squares.mean(axis=1, where=small))
 
 
 @functools.cache

@@ -136,7 +136,7 @@ def _rows(given: Any, figure: str | None) -> dict[int, Row]:
     except Exception as error:  # those of packages, too
         text = f"{where}: is not a table in UTF-8 ({clean(error)[:200]}); a first line of CSV is "
         raise ConfigError("damaged_file", f"{text}lr,seed,val_loss") from None
-    flat = dict[int, Row]()
+    flat = {}
     for i, line in ((i, line) for i, line in enumerate(lines, 1) if line is not None):
         if not isinstance(line, Mapping):
             text = f'line {i}: is not an object; for example {{"lr": 0.1}}'

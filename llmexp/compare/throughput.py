@@ -55,7 +55,7 @@ def rows_of(records: Sequence[Record]) -> list[_Row]:
     """
     rows = []
     for record in records:
-        row: _Row = {title: record.facts.get(key) for title, key in FACTS.items()}
+        row = {title: record.facts.get(key) for title, key in FACTS.items()}
         row |= {title: median(record, key) for title, key in MEDIANS.items()}
         per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
         memory = finite(record.columns, "peak_memory_gib")

@@ -89,7 +89,7 @@ def split_text(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
     They end at a BOUNDARY. Where there is none the piece grows until there is one.
     """
     size = size or PIECE_CHARACTERS
-    pending: list[str] = []
+    pending = []
     length, enough = 0, size
     for text in texts:
         pending.append(text)

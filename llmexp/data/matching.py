@@ -44,7 +44,7 @@ def match_files(key: str, patterns: Any, left: list[str]) -> list[Path]:
     Relative globs start in the current folder; `**` crosses folders. `left` gets what is left out.
     Raises ConfigError, naming `key`, for a glob without a match and for what is no readable file.
     """
-    found = list[str]()
+    found = []
     for pattern in patterns_of(key, patterns):
         expanded = os.path.expanduser(pattern)
         with readable(key, pattern):

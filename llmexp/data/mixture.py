@@ -51,8 +51,7 @@ class WeightSpan(NamedTuple):
 
     def counts(self, k: int) -> np.ndarray:
         """Return int64 [sources]: how many of the run's first `k` come from each source."""
-        found: np.ndarray = self.before + shared_out(np.array([k - self.start]), self.weights)[:, 0]
-        return found
+        return self.before + shared_out(np.array([k - self.start]), self.weights)[:, 0]
 
 
 @dataclass(frozen=True)

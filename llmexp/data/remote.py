@@ -89,8 +89,7 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
         )  # a total would end a stream after five minutes
         knobs = {"client_kwargs": {"timeout": limits}}
     with reading(key, address):
-        found: tuple[Any, str] = fsspec.core.url_to_fs(address, **knobs)
-    return found
+        return fsspec.core.url_to_fs(address, **knobs)
 
 
 @dataclass
@@ -114,8 +113,7 @@ class RemoteCache:
         found = {} if self.anew else read_cache_entry(entry)
         if {"answer", "day"} <= found.keys():
             self.remembered[key] = str(found["day"])
-            known: _T = found["answer"]
-            return known
+            return found["answer"]
         answer = ask()
         day = datetime.date.today().isoformat()
         if self.keep:
@@ -126,8 +124,7 @@ class RemoteCache:
         """Return the sha256 of each file here."""
         if not self.keep:
             return sha256_of(paths)
-        found: list[str] = cached(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
-        return found
+        return cached(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
 
 
 def match_places(key: str, patterns: Any, remote: RemoteCache, left: list[str]) -> list[str]:

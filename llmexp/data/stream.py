@@ -248,7 +248,7 @@ def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
     what += "integer numpy arrays"
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise ValueError(f"{what}, not {_short(found)}")
-    streams: dict[str, TokenStream] = {}
+    streams = {}
     for name, array in zip(("train", "val"), found, strict=True):
         if array is None and name == "val":
             continue

@@ -48,8 +48,7 @@ class TextBytes:
         ends, scale, even = documents
         at_bt = starts_b[:, None] + 1 + np.arange(targets_bt.shape[1])
         number_bt = np.minimum(np.searchsorted(ends, at_bt, side="right"), len(ends) - 1)
-        found: np.ndarray = found_bt * scale[number_bt] + valid_bt * even[number_bt]
-        return found
+        return found_bt * scale[number_bt] + valid_bt * even[number_bt]
 
     def _read(self, stream: TokenStream) -> _Documents | None:
         """Return the ends of the documents in the stream, and how ids share out their bytes.

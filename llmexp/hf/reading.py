@@ -188,7 +188,7 @@ def of_folder(folder: Path) -> WeightSource:
 
 def _read(file: Path, name: str, box: Box | None) -> Tensor:
     """Return a box of a tensor in a file, which would keep in memory what was read while open."""
-    held: Any = safe_open(file, framework="pt")
+    held = safe_open(file, framework="pt")
     if box is None:
         return held.get_tensor(name)
     return held.get_slice(name)[tuple(slice(*ends) for ends in box)]

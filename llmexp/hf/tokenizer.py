@@ -97,7 +97,7 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _config(tokenizer: Tokenizer, length: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    found = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length or int(1e30),  # the library's own word for no limit
         "clean_up_tokenization_spaces": False,
@@ -208,7 +208,7 @@ def of_sentencepiece(content: bytes) -> dict[str, Any] | None:
     missing, which reads the model.
     """
     try:
-        read: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+        read = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError:
         return None
     model = read.ModelProto()
@@ -228,7 +228,7 @@ def of_sentencepiece(content: bytes) -> dict[str, Any] | None:
 
 
 def _normalizers(rules: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    found = []
     if rules.precompiled_charsmap:
         text = base64.b64encode(rules.precompiled_charsmap).decode()
         found.append({"type": "Precompiled", "precompiled_charsmap": text})

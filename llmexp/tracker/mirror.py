@@ -204,7 +204,7 @@ def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], N
         return Trackers()
     recorded = rundir.read_run(run_dir)
     fields = run_fields(run_dir, sections.plain(chosen), recorded)
-    found: list[Mirror] = []
+    found = []
     for kind in kinds:
         named = fields
         if kind == "wandb":

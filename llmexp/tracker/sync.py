@@ -101,7 +101,7 @@ def upload_answer(
 
 def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
     """Stop after two runs in a row that could not be uploaded: the server is what fails then."""
-    codes: list[int] = []
+    codes = []
     for run in runs:
         codes.append(_take(run, anew, dry=False, to=to))
         if codes[-2:] == [NOT_UPLOADED] * 2 and len(codes) < len(runs):
@@ -281,7 +281,7 @@ def records_to_upload(run: Path, anew: bool) -> _Records:
 def summary_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run that could not write its own; what is not known is absent."""
     last = rows[-1]
-    found: dict[str, Any] = {"steps": last["step"]}
+    found = {"steps": last["step"]}
     for key in ("tokens_seen", "skipped_steps", "outlier_steps"):
         if key in last:
             found[key] = last[key]

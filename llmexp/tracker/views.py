@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmexp.config.commands import how_to_install
 from llmexp.config.knobs import is_seed
@@ -58,7 +57,7 @@ def save_workspace(fields: Fields, keys: list[str]) -> str:
         WorkspaceSettings,
     )
 
-    panels: list[Any] = [
+    panels = [
         LinePlot(x="tokens_seen", y=[key], groupby_aggfunc="mean", groupby_rangefunc="minmax")
         for key in PANELS
     ]

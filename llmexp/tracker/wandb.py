@@ -97,7 +97,7 @@ class Wandb(Store):
         """Return the run; wandb's own files go to `root`."""
         import wandb
 
-        wanted: dict[str, Any] = {
+        wanted = {
             "root_dir": str(root),
             "use_dot_wandb": False,
             "silent": True,

@@ -285,9 +285,7 @@ def _read_stages(
     """Return the weights by the first sequence of the run that they count for."""
     like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
     try:
-        given_stages: list[StageKnobs] = convert_value(
-            list[StageKnobs], stages, "data.stages", Knob("", like)
-        )
+        given_stages = convert_value(list[StageKnobs], stages, "data.stages", Knob("", like))
         weights_of = [
             {
                 str(name): convert_value(float, weight, f"data.stages.{n}.weights.{name}", WEIGHT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def tokens(
         raise refuse("too_little_data", "data.train_files", train_files, f"{text}; {needed}")
     description = f"{plural(len(arrays), 'token file')}, {len(train):,} training tokens"
     about, unmarked = documents_of(arrays, tokenizer, cache)
-    content: dict[str, Any] = {
+    content = {
         name: files_fingerprint({p: digests[p] for p in some})
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }

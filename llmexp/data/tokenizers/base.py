@@ -47,8 +47,7 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ids of a text, in which no name of a special token counts."""
-        ids: list[int] = self.encode_all([text])[0].tolist()
-        return ids
+        return self.encode_all([text])[0].tolist()
 
     def encode_documents(
         self, texts: Sequence[str], last_ends: bool
@@ -79,7 +78,7 @@ class Tokenizer:
 
         No text can be made of another.
         """
-        found: np.ndarray = self.byte_lengths > 0
+        found = self.byte_lengths > 0
         found[[*self.special_ids]] = True
         return found
 
@@ -102,5 +101,4 @@ def as_tokenizer(found: Any) -> Tokenizer:
     """
     known = any(kind.__module__.startswith("tiktoken.") for kind in type(found).__mro__)
     module, kind = ("tiktoken", "TiktokenTokenizer") if known else ("own", "CustomTokenizer")
-    made: Tokenizer = getattr(importlib.import_module(f"{__package__}.{module}"), kind)(found)
-    return made
+    return getattr(importlib.import_module(f"{__package__}.{module}"), kind)(found)

@@ -60,8 +60,7 @@ class HuggingFaceTokenizer:
         return [one.ids for one in found]
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _is_cuttable(content: dict[str, Any]) -> bool:

@@ -35,12 +35,10 @@ class SentencePieceTokenizer:
         self.exact_bytes = keeps_bytes(self)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        found: list[list[int]] = self._model.EncodeAsIds(texts)
-        return found
+        return self._model.EncodeAsIds(texts)
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._model.DecodeIds(ids)
-        return text
+        return self._model.DecodeIds(ids)
 
     def piece(self, number: int) -> str:
         return str(self._model.IdToPiece(number))

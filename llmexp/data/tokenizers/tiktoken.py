@@ -116,7 +116,7 @@ def read_ranks(
     path: str, file: Path, content: bytes, end_of_text: str | None, pattern: str | None
 ) -> Tokenizer:
     """Return the tokenizer of a .tiktoken file. Raises ConfigError."""
-    ranks: dict[bytes, int] = {}
+    ranks = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue

@@ -50,7 +50,7 @@ def train_bpe(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str)
 
     def batches() -> Iterator[list[str]]:
         nonlocal counted
-        batch: list[str] = []
+        batch = []
         size = 0
         for document in documents:
             counted += 1
