@@ -12,8 +12,7 @@ sniffing     what a file is, by its first bytes; files that are compressed
 documents    documents of text and JSON, plain or compressed
 tables       documents of Parquet and Arrow
 records      documents, records that are none, and counts of both
-stored       the token shards of a source that the cache has
-prepared     those of all sources, written where they are missing
+stored       the token shards of sources: those that the cache has, others written now
 overlap      documents of a validation set that are trained on
 beside       the files beside a shard of documents, and its record
 text_bytes   bytes of text that ids stand for

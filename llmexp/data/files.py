@@ -64,8 +64,7 @@ def cut_files(states: Mapping[str, int]) -> str:
     """
     found = []
     for path, size in states.items():
-        # that it is gone does no harm to an open map
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # that it is gone does no harm to an open map
             if (now := os.stat(path).st_size) < size:
                 found.append(cut_text(path, size, now))
     return first_of(found, between="; ")

@@ -74,17 +74,13 @@ class Shard:
 
 def _opened(array: np.ndarray) -> Shard:
     ids = np.asarray(array)  # a memmap slices slowly
-    if getattr(array, "_mmap", None) is None or getattr(array, "filename", None) is None:
+    mapped, name = (getattr(array, key, None) for key in ("_mmap", "filename"))
+    if mapped is None or name is None:
         return Shard("an array in memory", array, ids)
-    return _opened_file(array, ids)
-
-
-def _opened_file(array: Any, ids: np.ndarray) -> Shard:
-    mapped, name = array._mmap, array.filename
     size, state, sample = mapped.size(), None, ""
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
-        inode, _, written, changed = file_state(str(name))
-        state, sample = (inode, size, written, changed), sampled(str(name))
+        inode, _, written, changed = file_state(name)
+        state, sample = (inode, size, written, changed), sampled(name)
     return Shard(str(name), array, ids, mapped, size, state, sample)
 
 

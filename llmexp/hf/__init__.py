@@ -9,6 +9,5 @@ average      the mean of several checkpoints, as a folder like a run's
 reading      weights of a folder, tensor by tensor, and what of them does not fit a model
 tokenizer    a tokenizer as the files that transformers reads
 check        what transformers makes of a written folder: its tensors, the ids of texts
-card         the page about an exported model
 export       weights, config, tokenizer and a page about the model, into one folder
 """

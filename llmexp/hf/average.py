@@ -50,7 +50,8 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
         write_json(draft / RECORD, record | {"run": rundir.read_run(runs[-1])})
         for number, names in enumerate(parts):  # as ranks write theirs: one part is in memory
             suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-            pieces = {name: whole(mean(checkpoints, name)) for name in names}
+            means = {name: mean(checkpoints, name) for name in names}
+            pieces = {n: Piece(t, tuple(t.shape), (0,) * t.ndim) for n, t in means.items()}
             files = {f"model{suffix}.safetensors": pieces}
             buffers = checkpoints[-1].state["buffers"]
             held = saving.Pieces(number, len(parts), files, [], buffers)
@@ -91,10 +92,6 @@ def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
         part.copy_(total / len(checkpoints))
         first += rows
     return found
-
-
-def whole(tensor: Tensor) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -43,9 +41,17 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         library = transformers()
     except ImportError:
         return [_MISSING]
-    model, written = _model(library, folder), dict(_written(folder))
+    try:
+        config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):  # no memory for its weights
+            model = library.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        why = one_line(error)
+        raise ConfigError(
+            "unsupported", f"transformers does not read the config.json: {why}"
+        ) from None
     known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    written = _stacked(written, known)
+    written = _written(folder, known)
     wrong = {name for name, _ in model.named_parameters()} - written.keys()
     wrong |= {name for name, shape in written.items() if known.get(name) != shape}
     if wrong:
@@ -77,39 +83,19 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
     raise ConfigError("wrong_tokenizer", f"{found}; --no-check writes the folder all the same")
 
 
-def _model(library: Any, folder: Path) -> Any:
-    """Return what transformers makes of the config.json, without memory for its weights."""
-    try:
-        config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            return library.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:
-        why = one_line(error)
-        raise ConfigError(
-            "unsupported", f"transformers does not read the config.json: {why}"
-        ) from None
-
-
-def _stacked(
-    written: dict[str, tuple[int, ...]], known: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Return shapes by the names of transformers, which since 5.0 stacks experts as it reads."""
-    held, rows = dict[str, tuple[int, ...]](), Counter[tuple[str, int]]()
-    for name, shape in written.items():
-        part = _EXPERT.fullmatch(name)
-        if name in known or part is None:
-            held[name] = shape
-        else:
-            stack = "down_proj" if part[2] == "down" else "gate_up_proj"
-            rows[f"{part[1]}.{stack}", shape[1]] += shape[0]
-    for (name, width), count in rows.items():
-        e = known[name][0] if name in known else 1
-        held[name] = (e, count // e, width)
-    return held
-
-
-def _written(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _written(folder: Path, known: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes in files by the names of transformers, which stacks experts as it reads."""
+    found, rows = dict[str, tuple[int, ...]](), Counter[tuple[str, int]]()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as held:
             for name in held.keys():  # noqa: SIM118
-                yield name, tuple(held.get_slice(name).get_shape())
+                shape, part = tuple(held.get_slice(name).get_shape()), _EXPERT.fullmatch(name)
+                if name in known or part is None:
+                    found[name] = shape
+                else:
+                    stack = "down_proj" if part[2] == "down" else "gate_up_proj"
+                    rows[f"{part[1]}.{stack}", shape[1]] += shape[0]
+    for (name, width), count in rows.items():
+        e = known[name][0] if name in known else 1
+        found[name] = (e, count // e, width)
+    return found

@@ -23,12 +23,14 @@ from llmexp.checkpoint.slices import TYPES
 from llmexp.config.rules import TRANSFORMERS
 from llmexp.config.values import ConfigError
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.hf.card import card
+from llmexp.folders import rundir
+from llmexp.folders.rows import read_rows
+from llmexp.hf.average import facts_of
 from llmexp.hf.check import check_folder
 from llmexp.hf.families import NameRule, family_of, to_config
 from llmexp.hf.multipliers import multipliers
 from llmexp.hf.tokenizer import doubts, tokenizer_files
-from llmexp.metrics.keys import OTHER_WEIGHTS
+from llmexp.metrics.keys import OTHER_WEIGHTS, is_of_named_set, is_of_weights
 from llmexp.models.common import all_finite
 from llmexp.system.fileio import new_folder, write_json, write_whole
 
@@ -37,6 +39,7 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 VOCABULARY = {("token_embedding.weight",), ("head.weight",)}  # a row an id
+_SHOWN = ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss")
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,14 @@ class Stored:
 
 def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> Tensor:
     """Return a tensor of theirs, made of ours in the memory that it takes itself."""
-    found = torch.empty(_shape(loaded, rule), dtype=dtype)
+    found = torch.empty(written_shape(loaded, rule), dtype=dtype)
     if rule.expert is not None:
         (name,), number = rule.ours, rule.expert
         box = [(number, number + 1), *((0, size) for size in found.shape)]
         return found.copy_(read_tensor(loaded, name, box)[0])
     target = found.T if rule.transposed and found.ndim == 2 else found
-    if len(rule.ours) == 1:
-        parts = [target]
-    else:
-        parts = list(target.split([loaded.model[name][0].shape[0] for name in rule.ours]))
+    rows = [loaded.model[name][0].shape[0] for name in rule.ours[1:]]
+    parts = target.split([len(target) - sum(rows), *rows]) if rows else [target]
     for name, part in zip(rule.ours, parts, strict=True):
         if (factor := form.factor(name)) == 1:
             fill_all(loaded, {name: part}, loaded.model)
@@ -72,17 +73,9 @@ def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> 
     return found
 
 
-def _shape(loaded: Loaded, rule: NameRule) -> tuple[int, ...]:
-    shapes = [loaded.model[name][0].shape for name in rule.ours]
-    if rule.expert is not None:
-        return shapes[0][1:]
-    shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
-    return shape[::-1] if rule.transposed else shape
-
-
-def written_shape(loaded: Loaded, rule: NameRule, vocabulary: int | None) -> tuple[int, ...]:
-    """Return the shape of a tensor of theirs without the padding of the vocabulary."""
-    shape = _shape(loaded, rule)
+def written_shape(loaded: Loaded, rule: NameRule, vocabulary: int | None = None) -> tuple[int, ...]:
+    """Return the shape of a tensor of theirs, of so many ids of the vocabulary; None: of all."""
+    shape = rule.shape(lambda name: loaded.model[name][0].shape)
     if vocabulary is None or rule.ours not in VOCABULARY:
         return shape
     return (vocabulary, *shape[1:])
@@ -104,40 +97,25 @@ def write_weights(folder: Path, loaded: Loaded, rules: list[NameRule], form: Sto
         shards[-1].append(rule)
     place: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        name = name if len(shards) > 1 else "model.safetensors"
-        _write_file(folder / name, loaded, shard, kinds, shapes, form)
-        place |= {rule.theirs: name for rule in shard}
+        suffix = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        place |= {rule.theirs: f"model{suffix}.safetensors" for rule in shard}
+        named = [(rule.theirs, kinds[rule.theirs], shapes[rule.theirs]) for rule in shard]
+        # the length of its header, the header, the tensors in turn
+        with open(folder / f"model{suffix}.safetensors", "wb") as f:
+            f.write(tensor_files.header(named, {"format": "pt"}))
+            for rule, (name, kind, shape) in zip(shard, named, strict=True):
+                tensor = theirs(loaded, rule, kind, form)
+                tensor = tensor[: shape[0]] if shape else tensor  # without padding
+                if not all_finite(tensor):
+                    text = f"{name} has values that are not finite in {TYPES[kind]}"
+                    raise ConfigError("not_finite", text)
+                f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            f.flush()
+            os.fsync(f.fileno())
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": place}
         write_json(folder / "model.safetensors.index.json", index)
     return sum(sizes.values())
-
-
-def _write_file(
-    file: Path,
-    loaded: Loaded,
-    shard: list[NameRule],
-    kinds: dict[str, torch.dtype],
-    shapes: dict[str, tuple[int, ...]],
-    form: Stored,
-) -> None:
-    """Write one file of safetensors: the length of its header, the header, the tensors in turn."""
-    named = [(rule.theirs, kinds[rule.theirs], shapes[rule.theirs]) for rule in shard]
-    with open(file, "wb") as f:
-        f.write(tensor_files.header(named, {"format": "pt"}))
-        for rule in shard:
-            tensor = theirs(loaded, rule, kinds[rule.theirs], form)
-            if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
-                tensor = tensor[: shapes[rule.theirs][0]]
-            if not all_finite(tensor):
-                kind = TYPES[kinds[rule.theirs]]
-                raise ConfigError(
-                    "not_finite", f"{rule.theirs} has values that are not finite in {kind}"
-                )
-            f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 @dataclass(frozen=True)
@@ -230,3 +208,56 @@ def _described(
     config = json.loads((Path(section["path"]) / "config.json").read_text(encoding="utf-8"))
     config |= {"bos_token_id": end, "eos_token_id": end}
     return config, [NameRule(name.removeprefix("model."), (name,)) for name in loaded.model]
+
+
+def card(path: Path, step: int, architecture: str, weights: str, more: Mapping[str, Any]) -> str:
+    """Return the page about the model of a checkpoint: what it is, its figures, its config.
+
+    The figures are those at its step. `more`: further facts, by their names.
+    """
+    run, config = facts_of(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
+    facts = {
+        "model": f"{run.get('model')}, {run.get('parameters', 0):,} parameters",
+        "data": run.get("data"),
+        "tokenizer": run.get("tokenizer"),
+        "trained": f"{step:,} of {run.get('max_steps', 0):,} optimizer steps",
+        **more,
+        "mean of": run.get("mean_of"),
+        "precision": run.get("precision"),
+        "llmexp commit": run.get("commit"),
+    }
+    rows = [row for row in read_rows(path / rundir.METRICS) if row["step"] <= step]
+    keys = [f"val/{weights}/loss", f"val/{weights}/bits_per_byte"]
+    if weights == "model":
+        named = dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))
+        keys = [*_SHOWN, *(key for key in named if not is_of_weights(key))]
+    lines = [f"| {name} | {value} |" for name, value in facts.items() if value]
+    for key in keys:
+        if last := next((row for row in reversed(rows) if row.get(key) is not None), None):
+            lines.append(f"| {key} (step {last['step']:,}) | {last[key]:.4f} |")
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [llmexp]
+---
+# {path.resolve().name}
+
+A {architecture} that llmexp has trained.
+
+| | |
+|---|---|
+{chr(10).join(lines)}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+
+The config of the run:
+
+```yaml
+{config.rstrip()}
+```
+"""

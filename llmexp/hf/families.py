@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,16 +26,18 @@ class NameRule:
     transposed: bool = False
     expert: int | None = None
 
-    def of_block(self, number: int) -> NameRule:
-        ours = tuple(name.replace("{i}", str(number)) for name in self.ours)
-        return replace(self, theirs=self.theirs.replace("{i}", str(number)), ours=ours)
+    def at(self, block: int, expert: int | None = None) -> NameRule:
+        """Return the rule of a block, and of one of its experts."""
+        ours = tuple(name.format(i=block) for name in self.ours)
+        return replace(self, theirs=self.theirs.format(i=block, e=expert), ours=ours, expert=expert)
 
-    def of_experts(self, count: int) -> Iterator[NameRule]:
-        """Yield the rule of each expert; of what is none, the rule itself."""
-        for number in range(count) if "{e}" in self.theirs else ():
-            yield replace(self, theirs=self.theirs.replace("{e}", str(number)), expert=number)
-        if "{e}" not in self.theirs:
-            yield self
+    def shape(self, of: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of theirs, by those of ours."""
+        first, *others = map(of, self.ours)
+        if self.expert is not None:
+            return first[1:]
+        found = (first[0] + sum(one[0] for one in others), *first[1:]) if others else first
+        return found[::-1] if self.transposed else found
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,13 @@ class Family:
 
     def tensors(self, section: Mapping[str, Any]) -> Iterator[NameRule]:
         """Yield the rule of each tensor of a model with these knobs."""
+        blocks = range(section["n_layers"])
         for rule in self.rules:
-            if "{i}" not in rule.theirs:
-                yield rule
-                continue
-            for number in range(section["n_layers"]):
-                yield rule.of_block(number)
-        for number in range(section["n_layers"]):
-            own = self.mlp if number < section.get("first_dense_layers", 0) else self.experts
-            for rule in own:
-                yield from rule.of_block(number).of_experts(section["n_experts"])
+            yield from map(rule.at, blocks if "{i}" in rule.theirs else [0])
+        for block in blocks:
+            for rule in self.mlp if block < section.get("first_dense_layers", 0) else self.experts:
+                for expert in range(section["n_experts"]) if "{e}" in rule.theirs else [None]:
+                    yield rule.at(block, expert)
         if not section.get("tied_head", True):
             yield NameRule("lm_head.weight", ("head.weight",))
 

@@ -174,24 +174,16 @@ def of_folder(folder: Path) -> WeightSource:
         text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
         raise ConfigError("wrong_weights", f"holds weights of type {text}")
     shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
+
+    def read(name: str, box: Box | None) -> Tensor:
+        """Return a box of a tensor in a file, which would keep in memory what was read."""
+        held = safe_open(place[names[name]], framework="pt")
+        if box is None:
+            return held.get_tensor(names[name])
+        return held.get_slice(names[name])[tuple(slice(*ends) for ends in box)]
+
     label = f"{folder} ({family.architecture})"
-    return WeightSource(
-        label,
-        folder,
-        family.target,
-        knobs,
-        rules,
-        shapes,
-        lambda name, box: _read(place[names[name]], names[name], box),
-    )
-
-
-def _read(file: Path, name: str, box: Box | None) -> Tensor:
-    """Return a box of a tensor in a file, which would keep in memory what was read while open."""
-    held = safe_open(file, framework="pt")
-    if box is None:
-        return held.get_tensor(name)
-    return held.get_slice(name)[tuple(slice(*ends) for ends in box)]
+    return WeightSource(label, folder, family.target, knobs, rules, shapes, read)
 
 
 def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Module) -> list[str]:
@@ -200,12 +192,11 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     Raises ConfigError that lists the knobs that differ, or the tensors.
     """
     if source.target != section["_target_"]:
-        option = OPTIONS.get(source.target, "...")
         raise ConfigError(
             "wrong_weights",
             f"holds a {source.target}, not a {section['_target_']}; choose "
-            f"model={option}, which takes its sizes from there, or for any folder of transformers "
-            "model=hf model.path=FOLDER",
+            f"model={OPTIONS.get(source.target, '...')}, which takes its sizes from there, or for "
+            "any folder of transformers model=hf model.path=FOLDER",
         )
     growing = _growing(source, section, hasattr(model, "position_embedding"))
     own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -257,15 +248,9 @@ def _fits(
     """Return whether the shape of a tensor of theirs is that of ours, but for rows that grow."""
     if any(name not in own for name in rule.ours):
         return True  # named before
-    given = source.shapes[rule.theirs]
-    if rule.expert is not None:
-        return given == own[rule.ours[0]][1:]
-    given = given[::-1] if rule.transposed else given
-    shapes = [own[name] for name in rule.ours]
-    wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-    if given == wanted or not given:
-        return given == wanted
-    return given[1:] == wanted[1:] and (given[0], wanted[0]) in growing.values()
+    given, wanted = source.shapes[rule.theirs], rule.shape(own.__getitem__)
+    grows = (*given[:1], *wanted[:1]) in growing.values()
+    return given == wanted or (grows and given[1:] == wanted[1:])
 
 
 @torch.no_grad()

@@ -13,10 +13,12 @@ from typing import Any
 import tiktoken
 
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.data.tokenizers.files import from_file
-from llmexp.data.tokenizers.huggingface import HuggingFaceTokenizer
+from llmexp.data.tokenizers.files import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    from_file,
+)
 from llmexp.data.tokenizers.own import PROBE
-from llmexp.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from llmexp.data.tokenizers.training import byte_names
 
 # AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
@@ -47,7 +49,16 @@ def tokenizer_files(
         content = json.dumps(found, ensure_ascii=False)
     else:
         return {}
-    described = _config(tokenizer, length)
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length or int(1e30),  # the library's own word for no limit
+        "clean_up_tokenization_spaces": False,
+    }
+    if (end := tokenizer.eot_token) is not None:
+        # sentencepiece decodes a control piece to nothing
+        piece = getattr(tokenizer.given, "piece", None)
+        text = piece(end) if piece else tokenizer.decode([end])
+        described |= {"bos_token": text, "eos_token": text}
     if model_type == "qwen2" and not is_qwen2(json.loads(content)):
         # Without it transformers takes its own rules for the text of this model_type. It names no
         # code: none is there to be run.
@@ -94,22 +105,6 @@ def tokenizer_beside(folder: Path) -> Tokenizer | None:
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers give a text, of many kinds of characters, the same ids."""
     return one.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
-
-
-def _config(tokenizer: Tokenizer, length: int | None) -> dict[str, Any]:
-    found = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length or int(1e30),  # the library's own word for no limit
-        "clean_up_tokenization_spaces": False,
-    }
-    if (end := tokenizer.eot_token) is not None:
-        given = tokenizer.given
-        if isinstance(given, SentencePieceTokenizer):  # it decodes a control piece to nothing
-            text = given.piece(end)
-        else:
-            text = tokenizer.decode([end])
-        found |= {"bos_token": text, "eos_token": text}
-    return found
 
 
 def _whole(added: Any, normalizer: Any, cut: Any, decoder: Any, model: Any) -> dict[str, Any]:
@@ -177,23 +172,17 @@ def _of_tiktoken(encoding: tiktoken.Encoding) -> dict[str, Any]:
     cut = {"type": "Sequence", "pretokenizers": [split, {**level, "use_regex": False}]}
     # a piece that is a token is one, as in tiktoken
     model = _bpe({**vocab, **unused}, merges, ignore_merges=True)
-    return _whole(_added(encoding), None, cut, {**level, "use_regex": True}, model)
-
-
-def _added(encoding: tiktoken.Encoding) -> list[dict[str, Any]]:
-    """Return the tokens behind the vocabulary: special ones, and names for the ids between."""
+    # behind the vocabulary: special ones, and names for the ids between
     special = {number: name for name, number in encoding._special_tokens.items()}
-    ids = range(1 + max(encoding._mergeable_ranks.values()), 1 + max(special, default=0))
-    common = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
-    return [
-        {
-            "id": number,
-            "content": special.get(number, f"<|unused_{number}|>"),
-            "normalized": False,
-            **common,
-        }
-        for number in ids
-    ]
+    ids = range(1 + max(ranks.values()), 1 + max(special, default=0))
+    added = [_added(number, special.get(number, f"<|unused_{number}|>")) for number in ids]
+    return _whole(added, None, cut, {**level, "use_regex": True}, model)
+
+
+def _added(number: int, content: str) -> dict[str, Any]:
+    """Return a special token."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": True, **flags}
 
 
 UNIGRAM, BPE = 1, 2  # of sentencepiece's trainer_spec.model_type
@@ -218,37 +207,25 @@ def of_sentencepiece(content: bytes) -> dict[str, Any] | None:
     plain = rules.escape_whitespaces and not trained.treat_whitespace_as_suffix
     if not (known and plain) or trained.model_type not in (UNIGRAM, BPE):
         return None
-    special = [i for i, piece in enumerate(model.pieces) if piece.type in (UNKNOWN, CONTROL)]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": i, "content": model.pieces[i].piece, "special": True, **flags} for i in special]
-    normalizer = {"type": "Sequence", "normalizers": _normalizers(rules)}
-    decoder = {"type": "Sequence", "decoders": _decoders(rules)}
-    kind = _unigram if trained.model_type == UNIGRAM else _of_pieces
-    return _whole(added, normalizer, None, decoder, kind(model))
-
-
-def _normalizers(rules: Any) -> list[dict[str, Any]]:
-    found = []
+    special = ((i, p) for i, p in enumerate(model.pieces) if p.type in (UNKNOWN, CONTROL))
+    added = [_added(i, piece.piece) for i, piece in special]
+    before: list[dict[str, Any]] = []
+    after = [_replace({"String": MARK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if rules.precompiled_charsmap:
         text = base64.b64encode(rules.precompiled_charsmap).decode()
-        found.append({"type": "Precompiled", "precompiled_charsmap": text})
+        before.append({"type": "Precompiled", "precompiled_charsmap": text})
     if rules.remove_extra_whitespaces:
-        found.append(_replace({"Regex": "^ +| +$"}, ""))
-        found.append(_replace({"Regex": " {2,}"}, " "))
+        before += [_replace({"Regex": "^ +| +$"}, ""), _replace({"Regex": " {2,}"}, " ")]
     if rules.add_dummy_prefix:
-        found.append({"type": "Prepend", "prepend": MARK})
-    return [*found, _replace({"String": " "}, MARK)]
+        before.append({"type": "Prepend", "prepend": MARK})
+        after.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer = {"type": "Sequence", "normalizers": [*before, _replace({"String": " "}, MARK)]}
+    kind = _unigram if trained.model_type == UNIGRAM else _of_pieces
+    return _whole(added, normalizer, None, {"type": "Sequence", "decoders": after}, kind(model))
 
 
 def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _decoders(rules: Any) -> list[dict[str, Any]]:
-    found = [_replace({"String": MARK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if rules.add_dummy_prefix:
-        found.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return found
 
 
 def _unigram(model: Any) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""Keep the answer of a sweep in wandb: a run with its page, a verdict in each run's summary."""
+"""Keep the answer of a sweep in wandb: a run with its page, a verdict in each run's summary.
+
+Beside it stands a saved workspace: curves over tokens, a line a setting, seeds as bands.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import time
@@ -10,22 +14,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmexp.config.commands import how_to_install
+from llmexp.config.knobs import is_seed
 from llmexp.folders.find import runs_under
 from llmexp.folders.folder import RunFolder
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import (
     Fields,
-    MirrorPosition,
     next_id,
     owe,
     read_position,
     run_fields,
     upload_is_pending,
+    write_position,
 )
 from llmexp.tracker.mirror import TrackerError
 from llmexp.tracker.stores import End
-from llmexp.tracker.views import is_installed, workspace
-from llmexp.tracker.wandb import JOB_TYPE, Wandb, check_login, mark_runs
+from llmexp.tracker.wandb import JOB_TYPE, MARKS, Wandb, check_login, mark_runs
+
+PANELS = ("val/loss", "train/loss", "grad_norm", "lr")
+MISSING = (
+    "no saved workspace: the package wandb-workspaces is not installed; to install it: "
+    f"{how_to_install('wandb_workspaces')}"
+)
 
 
 @dataclass(frozen=True)
@@ -45,19 +56,17 @@ def answer_fields(sweep: Path, folder: RunFolder) -> Fields:
     return replace(fields, config={}, job_type=JOB_TYPE)
 
 
-def path_there(position: MirrorPosition) -> str:
-    """Return the path in wandb of a run that was uploaded."""
-    project = (position.uploaded or {}).get("project")
-    return "/".join(filter(None, (position.entity, project, position.run_id)))
-
-
 def send_answer(store: Wandb, answer: SweepAnswer, sweep: Path, anew: bool = False) -> str:
     """Put the answer in the place of an earlier one, and return where it is.
 
     The verdicts go first: the answer counts as uploaded when all is there. Raises TrackerError.
     """
     runs = {run: position for run in answer.marks if (position := read_position(run))}
-    lacking = sum(position.uploaded is None for position in runs.values())
+    marks, lacking = {}, 0
+    for run, p in runs.items():
+        lacking += p.uploaded is None
+        project = (p.uploaded or {}).get("project")
+        marks["/".join(filter(None, (p.entity, project, p.run_id)))] = answer.marks[run]
     if lacking or not runs:
         what = f"{lacking} of its runs are" if lacking else "none of its runs is"
         raise TrackerError(f"{what} not complete there")
@@ -65,7 +74,7 @@ def send_answer(store: Wandb, answer: SweepAnswer, sweep: Path, anew: bool = Fal
         fields = replace(answer_fields(sweep, RunFolder(next(iter(runs)))), notes=answer.notes)
         fields = replace(fields, run_id=next_id(fields.run_id)) if anew else fields
         where = store.start(fields, sweep)
-        mark_runs({path_there(position): answer.marks[run] for run, position in runs.items()})
+        mark_runs(marks)
         last = store.position()
         if not store.has_page(answer.page):
             last += 1
@@ -132,3 +141,53 @@ def _sent_within(
         lines.append(lacking("stopped" if stopped() else f"not done after {limit_s:g} s"))
         store.give_up(kill=True)  # which the thread reports as an error
     return "\n".join(lines)
+
+
+def is_installed() -> bool:
+    """Return whether a workspace can be saved."""
+    return importlib.util.find_spec("wandb_workspaces") is not None
+
+
+def workspace(sweep: Path) -> str:
+    """Return where the workspace of a sweep is whose answer is there; the first call saves it.
+
+    Raises what wandb raises.
+    """
+    position = read_position(sweep)
+    assert position is not None
+    if position.workspace is not None:
+        return position.workspace
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import (
+        Config,
+        Metric,
+        RunsetSettings,
+        Section,
+        Workspace,
+        WorkspaceSettings,
+    )
+
+    folder = next(RunFolder(run) for run in runs_under(sweep) if read_position(run))
+    fields = run_fields(sweep, folder.config, folder.facts)
+    keys = [key for key in folder.facts.get("swept") or () if not is_seed(key)]
+    # of a group, such as optimizer, the function that it names
+    groups = [Config(k if k in folder.flat_config else f"{k}._target_") for k in keys]
+    panels = [
+        LinePlot(x="tokens_seen", y=[key], groupby_aggfunc="mean", groupby_rangefunc="minmax")
+        for key in PANELS
+    ]
+    view = Workspace(
+        entity=position.entity or "",
+        project=(position.uploaded or {}).get("project") or fields.project,
+        name=fields.group or fields.name,
+        sections=[Section(name="sweep", panels=panels, is_open=True)],
+        settings=WorkspaceSettings(x_axis="tokens_seen", max_runs=100),
+        runset_settings=RunsetSettings(
+            filters=[Metric("Group") == fields.group, Metric("JobType") != JOB_TYPE],
+            groupby=groups or [Metric("Group")],
+            pinned_columns=[f"summary:{key}" for key in MARKS],
+        ),
+    )
+    position = replace(position, workspace=str(view.save().url))
+    write_position(sweep, position)
+    return str(position.workspace)

@@ -63,11 +63,9 @@ class NewRows:
             return []
         with open(self._path, "rb") as file:
             file.seek(self._read)
-            lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):  # still being written
-            lines.pop()
-        self._read += sum(map(len, lines))
-        return [json.loads(line) for line in lines]
+            lines, _, _ = file.read().rpartition(b"\n")  # the last one is still being written
+        self._read += len(lines) + bool(lines)
+        return [json.loads(line) for line in lines.splitlines()]
 
 
 def open_store(kind: str, *training: Any) -> Store:
@@ -138,8 +136,7 @@ class Mirror:
         self._kind, self._run_dir, self._fields, self._say = kind, run_dir, fields, say
         self._timeout_s = settings.finish_timeout_s
         self._store = open_store(kind, settings, self._fail)
-        self._over, self._end = threading.Event(), End({}, 0)
-        self._failed = False
+        self._over, self._end, self._failed = threading.Event(), End({}, 0), False
         self._size_before = (run_dir / rundir.METRICS).stat().st_size
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()

@@ -113,14 +113,13 @@ class MLflow(Store):
         from mlflow.entities import Param
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._client = MlflowClient()
-        project, client = fields.project, self._client
-        known = client.get_experiment_by_name(project)
-        experiment = known.experiment_id if known else client.create_experiment(project)
+        client = self._client = MlflowClient()
+        known = client.get_experiment_by_name(fields.project)
+        experiment = known.experiment_id if known else client.create_experiment(fields.project)
         there = client.search_runs([experiment], f"tags.`{self.KEY}` = '{fields.run_id}'")
         if there:
             self._run = there[0].info.run_id
-            self._client.set_terminated(self._run, "RUNNING")
+            client.set_terminated(self._run, "RUNNING")
             return f"mlflow run {self._run}"
         tags = {self.KEY: fields.run_id, "group": fields.group or "", "folder": str(run_dir)}
         self._run = client.create_run(experiment, run_name=fields.name, tags=tags).info.run_id

@@ -19,7 +19,7 @@ from llmexp.folders.rows import LINEAGE, read_rows, walk_rows
 from llmexp.metrics.keys import figures_in
 from llmexp.system.redact import clean
 from llmexp.system.text import one_line
-from llmexp.tracker.answer import SweepAnswer, send_answer
+from llmexp.tracker.answer import MISSING, SweepAnswer, is_installed, send_answer, workspace
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
     Fields,
@@ -31,7 +31,6 @@ from llmexp.tracker.fields import (
 )
 from llmexp.tracker.mirror import BESIDE, TrackerError, upload
 from llmexp.tracker.stores import End, check_stores
-from llmexp.tracker.views import MISSING, is_installed, workspace
 from llmexp.tracker.wandb import Wandb, check_login
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
@@ -172,7 +171,10 @@ def _take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
     """Upload a run (`dry`: do not), print its line, and return one of the codes above."""
     try:
         rundir.check_plain(run)
-        check_idle(run)
+        status = rundir.read_status(run)  # locks of another host may not be seen here
+        at_work = status.get("state") == "running" and rundir.is_alive(run, status)
+        if at_work or rundir.is_locked(run):
+            raise LeftOut("it is in training; sync it when that has ended")
         # so that no training starts in the folder meanwhile
         with contextlib.nullcontext() if dry else rundir.locked(run):
             records = records_to_upload(run, anew)
@@ -227,17 +229,6 @@ def _with_loss(line: str, records: _Records) -> tuple[str, bool]:
     if records.lost:
         return f"{line}; not complete: it {records.lost}", False
     return line, True
-
-
-def check_idle(run: Path) -> None:
-    """Raise LeftOut for a run in training, here or on another host.
-
-    Locks of another host may not be seen here.
-    """
-    status = rundir.read_status(run)
-    at_work = status.get("state") == "running" and rundir.is_alive(run, status)
-    if at_work or rundir.is_locked(run):
-        raise LeftOut("it is in training; sync it when that has ended")
 
 
 def records_to_upload(run: Path, anew: bool) -> _Records:

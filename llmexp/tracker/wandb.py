@@ -213,12 +213,12 @@ def _with_maps(row: dict[str, Any]) -> dict[str, Any]:
     import wandb
 
     most = wandb.Histogram.MAX_LENGTH
-    maps = {key: values for key, values in row.items() if isinstance(values, list)}
-    return {key: value for key, value in row.items() if key not in maps} | {
-        key: wandb.Histogram(np_histogram=(np.array(values), np.arange(len(values) + 1)))
-        for key, values in maps.items()
-        if len(values) <= most
-    }
+    found = {key: value for key, value in row.items() if not isinstance(value, list)}
+    for key in row.keys() - found:
+        values, edges = np.array(row[key]), np.arange(len(row[key]) + 1)
+        if len(values) <= most:
+            found[key] = wandb.Histogram(np_histogram=(values, edges))
+    return found
 
 
 def own_files(run_dir: Path) -> Path:
@@ -290,7 +290,7 @@ def mark_run(api: Any, path: str, marks: dict[str, Any]) -> None:
     run = api.run(path)
     there = dict(run.summary_metrics)
     known = {key: value for key, value in marks.items() if value is not None}
-    stale = [key for key in marks if key not in known and key in there]
+    stale = (marks.keys() - known) & there.keys()
     for key in stale:
         del run.summary[key]
     if stale or known != {key: there.get(key) for key in known}:

@@ -16,9 +16,8 @@ from llmexp.data.encode import PATTERNS, split_text
 from llmexp.data.sources.text import text as text_source
 from llmexp.data.tokenizers.base import as_tokenizer
 from llmexp.data.tokenizers.bytes import byte_level
-from llmexp.data.tokenizers.files import from_file
+from llmexp.data.tokenizers.files import from_file, keeps_bytes
 from llmexp.data.tokenizers.own import PROBE
-from llmexp.data.tokenizers.pieces import keeps_bytes
 from llmexp.data.tokenizers.training import SMALLEST, train_bpe
 from llmexp.data.work import training_documents
 from llmexp.hf.tokenizer import tokenizer_files

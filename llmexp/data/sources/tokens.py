@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-
 from llmexp.config.labels import plural
 from llmexp.config.values import choice, refuse
 from llmexp.data.beside import refuse_tokenizer
@@ -62,7 +60,12 @@ def tokens(
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-    _check_all_ids(arrays, vocab_size, cache)
+
+    def scan() -> None:
+        for path, array in arrays.items():
+            check_ids(array, vocab_size, str(path))
+
+    cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
     labels = add_labels(marked, streams, paths, arrays, cache)
 
@@ -85,14 +88,6 @@ def tokens(
     both = _overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths)))
     description += about + left_out_text(left)
     return Corpus(train, val or None, description, content, unmarked=unmarked, warnings=both)
-
-
-def _check_all_ids(arrays: dict[Path, np.ndarray], vocab_size: int, cache: Path) -> None:
-    def scan() -> None:
-        for path, array in arrays.items():
-            check_ids(array, vocab_size, str(path))
-
-    cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
 
 
 def _split(

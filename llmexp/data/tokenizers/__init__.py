@@ -2,14 +2,11 @@
 
 In reading order:
 
-base           what a tokenizer is
-own            those of other libraries and of the user's own, checked
-bytes          a token per byte
-tiktoken       tiktoken's encodings, and files of ranks
-files          a file of whatever kind
-pieces         what the next two share
-huggingface    a tokenizer.json
-sentencepiece  a sentencepiece model
-settings       knobs of which settings knows
-training       a byte-level BPE from documents
+base      what a tokenizer is
+own       those of other libraries and of the user's own, checked
+bytes     a token per byte
+tiktoken  tiktoken's encodings, and files of ranks
+files     files of Hugging Face, tiktoken and sentencepiece
+settings  knobs of which settings knows
+training  a byte-level BPE from documents
 """
