@@ -32,8 +32,7 @@ from pyarrow import parquet
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp.data import shards
-from llmexp.data.documents import read_documents
-from llmexp.data.records import Counts
+from llmexp.data.documents import Counts, read_documents
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.sources.corpus import corpus
 from llmexp.data.stream import Corpus

@@ -68,8 +68,7 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_only_commands_import_ours_inside_functions():
     """Training and its parts do so, too, with what few configs or starts ask for."""
     optional = ("llmexp.hf", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
-    optional += ("llmexp.modes", "llmexp.data.documents")
-    optional += ("llmexp.data.hub", "llmexp.data.shards", "llmexp.data.tables")
+    optional += ("llmexp.modes", "llmexp.data.hub", "llmexp.data.shards")
     optional += ("llmexp.optim.optimizers", "llmexp.optim.twin", "llmexp.optim.groups")
     optional += ("llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape")
     optional += tuple(

@@ -5,9 +5,8 @@ records        what a comparison is made of
 reading        run folders, metrics.jsonl and steps.bin, none of it trusted
 strangers      records of runs that llmexp did not train: settings, seed, figure
 tables         such runs in CSV, JSON lines, Parquet, data frames
-events         and in event files of TensorBoard
 projects       and in wandb: a project, offline folders
-sources        the one door: run folders, tables, wandb, as records
+sources        the one door: run folders, tables, wandb, TensorBoard, as records
 figures        which runs take part, their figures, and where they first reach a target
 position       the tokens, steps or seconds at which losses are compared
 folding        which runs are one setting, and which settings are one computation

@@ -27,8 +27,7 @@ def level_of(seeds: int, most: int, looks: Sequence[Look]) -> float:
     Two settings 1.5 (1) standard deviations of a seed apart are told in 59.7 (29.8) % of 1,000
     sweeps of 8 seeds, and in 60.9 (30.8) % where all is spent on them, as the square of the share.
     """
-    whole = next((look.most for look in looks if look.is_last), most)
-    share = seeds / whole
+    share = seeds / next((look.most for look in looks if look.is_last), most)
     spent = (1 - RESERVE) * share**3 if share <= 1 else 1 - RESERVE / share**2
     left = ALPHA * spent - math.fsum(look.level for look in looks)
     return left if left > 1e-6 else 0.0
@@ -46,7 +45,7 @@ def following(seeds: int, most: int) -> int:
 def expected_runs(settings: int, first: int, most: int) -> int:
     """Return about how many runs decide between settings that lie evenly over 4 sd of a seed."""
     left = [4 * i / (settings - 1) for i in range(settings)]
-    looks, runs, last, count = list[Look](), 0.0, 0, first
+    looks, runs, last, count = list[Look](), 0, 0, first
     while len(left) > 1:
         runs += len(left) * (count - last)
         if count == most:
@@ -60,4 +59,4 @@ def expected_runs(settings: int, first: int, most: int) -> int:
         bound = t * math.sqrt(2 / count)
         left = [distance for distance in left if distance <= bound]
         last, count = count, following(count, most)
-    return round(runs)
+    return runs

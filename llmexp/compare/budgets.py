@@ -68,7 +68,12 @@ def warning(points: Sequence[Spent], again: Callable[..., str]) -> list[str]:
 
     `again` gives the command of the sweep with another budget.
     """
-    unlike = _unlike_evaluations(points)
+    unlike, between = [], {p.evaluated for p in points if p.evaluated and p.evaluated < p.tokens}
+    if len(between) > 1 and len({p.tokens // p.steps for p in points}) > 1:
+        unlike.append(
+            f"note: these runs are evaluated every {min(between):,} to {max(between):,} tokens; "
+            f"for evaluations at like tokens: train.eval_every_tokens={max(between)}"
+        )
     if equal(point.tokens for point in points):
         return unlike
     low, high = min(p.tokens for p in points), max(p.tokens for p in points)
@@ -91,18 +96,4 @@ def warning(points: Sequence[Spent], again: Callable[..., str]) -> list[str]:
         "To compare them at equal tokens:",
         f"  {again(('train.max_tokens', common(points)))}",
         *unlike,
-    ]
-
-
-def _unlike_evaluations(points: Sequence[Spent]) -> list[str]:
-    """Return the line that says that batches of several sizes are evaluated at unlike tokens.
-
-    None where they are not.
-    """
-    between = {p.evaluated for p in points if p.evaluated and p.evaluated < p.tokens}
-    if len(between) < 2 or len({p.tokens // p.steps for p in points}) < 2:
-        return []
-    return [
-        f"note: these runs are evaluated every {min(between):,} to {max(between):,} tokens; for "
-        f"evaluations at like tokens: train.eval_every_tokens={max(between)}"
     ]

@@ -92,19 +92,16 @@ def findings(
     better = {key: way for key, way in ways if way in ("lower", "higher")}
     aim = None if target is None else target_of(target, better)
     counted = common_rows(alive, align, [measured, *more, *([aim.key] if aim else ())])
-    own = {r: figures(r, align, read, more, counted.get(r)) for r in records}
+    known = {r: figures(r, align, read, more, counted.get(r)) for r in records}
     if aim is not None:
         sort = f"target/{align}"
-        own = {r: own[r] | target_figures(counted.get(r, r), aim, align) for r in records}
-    records = [replace(r, out=out.get(r, ""), figures=own[r]) for r in records]
+        known = {r: known[r] | target_figures(counted.get(r, r), aim, align) for r in records}
+    records = [replace(r, out=out.get(r, ""), figures=known[r]) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = folding.folded(records)
     differing = folding.differing_keys([group[0] for group in groups])
     mixed = len({tokenizer_sha(r) for r in taking_part} - {""}) > 1
-    found = [
-        folding.setting_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
-        for group in groups
-    ]
+    found = [folding.setting_of(g, differing, _tokenizer_note(g[0]) * mixed) for g in groups]
     columns = columns_of({measured, *(key for s in found for key in s.figures)}, better)
     columns = tuple(replace(c, digits=5) if c.key == measured else c for c in columns)
     metric = _metric(found, columns, sort, mixed)
@@ -112,8 +109,10 @@ def findings(
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
-    if min_effect is None:
-        min_effect = _min_effect(records, metric)
+    if min_effect is None:  # that of the sweep of all runs; a figure of others has no known unit
+        of_sweeps = {r.min_effect for r in records}
+        own = of_sweeps.pop() if len(of_sweeps) == 1 else None
+        min_effect = NEGLIGIBLE * is_loss(metric.key) if own is None else own
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
@@ -122,20 +121,12 @@ def findings(
     )  # fmt: skip
     result.columns = _columns(result, columns)
     result.metric = next((c for c in result.columns if c.key == metric.key), metric)
-    _judge_and_order(result)
+    judge(result)
     keys = [key for key in factors if key != SEED]
     if result.comparable and result.ranked and keys and all(r.screen for r in records):
         values = [{key: s.values.get(key) for key in keys} for s in result.ranked]
         result.screen = screen(values, [s.seeds for s in result.ranked])
     return result
-
-
-def _judge_and_order(f: Result) -> None:
-    """Judge settings; where a sweep decides, who leads over shared seeds stands first."""
-    judge(f)
-    if f.looks and f.ranked and len(f.budgets) == 1:
-        lead = f.ranked[0].computation
-        f.settings = sorted(f.settings, key=lambda s: s.computation != lead)
 
 
 def _metric(
@@ -163,15 +154,6 @@ def _groups(keys: Sequence[str]) -> str:
     others = [key for key in keys if key not in (*losses, *costs, "line_time")]
     groups = {"Losses and scores": losses, "time and cost": costs, "others": others}
     return "; ".join(f"{name}: {first_of(of, 8)}" for name, of in groups.items() if of)
-
-
-def _min_effect(records: Sequence[Record], metric: Column) -> float:
-    """Return the difference that matters in the sweep of all runs, else the usual one."""
-    of_sweeps = {r.min_effect for r in records}
-    own = of_sweeps.pop() if len(of_sweeps) == 1 else None
-    if own is None:
-        own = NEGLIGIBLE if is_loss(metric.key) else 0.0  # a figure of others has no known unit
-    return own
 
 
 def _ranked(found: Sequence[Setting], metric: Column, mixed: bool) -> list[Setting]:
@@ -207,12 +189,10 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
         own = [f"target/{axis}" for axis in UNITS]
         titles |= {c.key: c.title.replace("target", str(f.target)) for c in columns if c.key in own}
 
-    def counts(key: str) -> bool:
-        of = [*(s.figures for s in f.settings), *(r.figures for r in f.runs)]
-        return all(float(known[key]).is_integer() for known in of if key in known)
-
+    of = [*(s.figures for s in f.settings), *(r.figures for r in f.runs)]
+    counts = {k: all(float(one[k]).is_integer() for one in of if k in one) for k in known}
     shown = sorted((c for c in columns if c.key in known), key=lambda c: c.key != f.key)
-    return tuple(replace(c, title=titles.get(c.key, c.title), counts=counts(c.key)) for c in shown)
+    return tuple(replace(c, title=titles.get(c.key, c.title), counts=counts[c.key]) for c in shown)
 
 
 def _batch(records: Sequence[Record]) -> str:
@@ -227,9 +207,7 @@ def _batch(records: Sequence[Record]) -> str:
         if isinstance(size, int):
             cuts[size, repr(r.config.get("batch.ramp"))].add(folding.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
-    if len(cuts) > 1:
-        return "mixed" if several else "scaling"
-    return "iso-batch" if several else "same"
+    return (("same", "iso-batch"), ("scaling", "mixed"))[len(cuts) > 1][several]
 
 
 def tokenizer_sha(record: Record) -> str:

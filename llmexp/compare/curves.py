@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from llmexp.compare.document import GREY, Options, Plot, menus, packed, plot, styles
 from llmexp.compare.figures import broken, own_keys
 from llmexp.compare.position import of_rows
+from llmexp.compare.reading import finite
 from llmexp.compare.records import Result, Setting
 from llmexp.metrics.keys import ROW_KEYS, is_of_named_set, title_of
 from llmexp.metrics.plot import running_mean
@@ -51,10 +52,8 @@ class Curve(NamedTuple):
 def curve(setting: Setting, key: str) -> Curve | None:
     """Return the quantity over the steps that the runs share; None where none has it."""
     alive = [r for r in setting.runs if not broken(r)] or list(setting.runs)
-    runs = [r for r in alive if key in r.columns and np.isfinite(r.columns[key]).any()]
-    if not runs:
-        return None
-    if any(r.foreign and len(r.columns["step"]) < 2 for r in runs):
+    runs = [r for r in alive if len(finite(r.columns, key))]
+    if not runs or any(r.foreign and len(r.columns["step"]) < 2 for r in runs):
         return None
     places = {r: r.columns["step"] for r in runs}
     for r in (r for r in runs if r.foreign):

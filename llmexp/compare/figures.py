@@ -54,16 +54,12 @@ _COLUMNS = (
     column_of("val/loss"),
     column_of("val/loss", "final "),
     column_of("val/loss", "best "),
-    column_of("val/bits_per_byte"),
-    column_of("train/loss"),
-    column_of("tokens_seen"),
+    *map(column_of, ("val/bits_per_byte", "train/loss", "tokens_seen")),
     Column("own_tokens", "own tokens"),
     Column("steps", "steps"),
     Column("train_time", "time (s)", "lower"),
     Column("line_time", "time with parent (s)", "lower"),
-    column_of("tokens_per_sec"),
-    column_of("peak_memory_gib"),
-    column_of("skipped_steps"),
+    *map(column_of, ("tokens_per_sec", "peak_memory_gib", "skipped_steps")),
     *itertools.chain(*features.offered("compare", "COLUMNS")),
     Column("target/tokens", "tokens to target", "lower"),
     Column("target/steps", "steps to target", "lower"),
@@ -73,8 +69,6 @@ _COLUMNS = (
     Column("target/reached", "share that reached it", "higher", 3),
 )
 _FIXED = frozenset(column.key for column in _COLUMNS)
-# Figures whose name in the summary is another one.
-_IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
 
 
 def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
@@ -168,11 +162,10 @@ def task(record: Record, key: str = "val/loss") -> str:
     """
     if record.foreign:  # nobody knows
         return ""
-    texts = record.facts.get("val_texts", {})
-    if is_of_named_set(key) and (text := texts.get(key.split("/")[1])):
-        return repr(text)
-    if files := record.facts.get("data_fingerprint", {}).get("val_files"):
-        return repr(files)
+    named = key.split("/")[1] if is_of_named_set(key) else None
+    files = record.facts.get("data_fingerprint", {}).get("val_files")
+    if known := record.facts.get("val_texts", {}).get(named) or files:
+        return repr(known)
     still = {"data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
     keys = [k for k in record.config if k.startswith("data.") and not is_record(k)]
     return repr(sorted((k, repr(record.config[k])) for k in keys if k not in still))
@@ -182,9 +175,7 @@ def _broken_off(alive: Sequence[Record], align: str) -> list[Record]:
     """Find runs of others that end before a run of their setting does, if others end there too."""
     ends = {r: x[-1] for r in alive if r.foreign and len(x := positions(r, align))}
     of = {r: frozenset((k, v) for k, v in r.essence.items() if k != SEED) for r in ends}
-    longest: dict[object, float] = {}
-    for r, end in ends.items():
-        longest[of[r]] = max(end, longest.get(of[r], 0.0))
+    longest = {of[r]: ends[r] for r in sorted(ends, key=ends.__getitem__)}
     count = Counter(ends.values())
     whole = {r: longest[of[r]] for r in ends}
     return [r for r, end in ends.items() if end < (1 - CLOSE) * whole[r] and count[whole[r]] > 1]
@@ -256,7 +247,7 @@ def figures(
             found["train/loss"] = number(float(train_losses(record)[step - 1]))
     own = _ends(record)
     for key in (column.key for column in _COLUMNS if column.key not in LOSS_FIGURES):
-        found[key] = number(record.summary.get(_IN_SUMMARY.get(key, key)))
+        found[key] = number(record.summary.get(f"mean {key}", record.summary.get(key)))
         if found[key] is None:
             found[key] = own.get(key, _last(finite(columns, key)))
     found |= features.merged("compare", "figures", record)
@@ -292,14 +283,12 @@ def train_losses(record: Record) -> np.ndarray:
     if not record.step:
         return np.zeros(0)
     losses, targets = (record.steps[key] for key in ("train/loss", "target_tokens"))
-    known = np.isfinite(losses)
-    sums, counts = (
-        np.append(0.0, np.cumsum(np.where(known, x, 0.0))) for x in (losses * targets, targets)
-    )
+    both = np.where(np.isfinite(losses), [losses * targets, targets], 0.0)
+    sums = np.cumsum(np.pad(both, ((0, 0), (1, 0))), axis=1)
     ends = np.arange(1, record.step + 1)
     begins = np.maximum(0, ends - np.maximum(10, np.ceil(TAIL * ends).astype(int)))
     with np.errstate(invalid="ignore"):
-        return (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
+        return np.divide(*(sums[:, ends] - sums[:, begins]))
 
 
 def columns_of(
@@ -349,7 +338,6 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     `target/by` are the positions of the two evaluations. One that is there at its first has no
     `target/after`, and where it first was is not known.
     """
-    own, before = record.columns, record.before
     steps, values = course(record, target.key)
     if not len(values):
         return {}
@@ -361,7 +349,8 @@ def target_figures(record: Record, target: Target, align: str) -> dict[str, floa
     if after >= 0:
         share = float((values[after] - target.value) / (values[after] - values[by]))
     found = {REACHED: 1.0}
-    rows = np.concatenate([_column(c, "step") for c in (before, own)])
+    before = record.before
+    rows = np.concatenate([_column(c, "step") for c in (before, record.columns)])
     for axis in UNITS:
         parents = elapsed(before) if axis == "time" else _column(before, ROWS[axis])
         known = np.concatenate([parents, of_rows(record, axis)])

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from llmexp.compare.figures import columns_of, over_items
+from llmexp.compare.figures import over_items
 from llmexp.compare.records import APART, REACHED, TWIN, Record, Setting, is_execution
 from llmexp.compare.statistics import mean_interval
 from llmexp.config.knobs import SEED, affects
@@ -60,11 +60,9 @@ def folded(records: Sequence[Record]) -> list[list[Record]]:
     for r in sorted(records, key=lambda r: bool(r.out)):
         setting: object = r.path.resolve()
         if SEED in r.config:
-            trunk = r.parent.get("setting") or r.config.get(FORK)
-            setting = _without(r, SEED, FORK), repr(trunk)
-        run = setting, repr(r.config.get(SEED))
-        groups.setdefault((setting, repeats[run]), []).append(r)
-        repeats[run] += 1
+            setting = _without(r, SEED, FORK), repr(r.parent.get("setting") or r.config.get(FORK))
+        groups.setdefault((setting, repeats[setting, r.seed]), []).append(r)
+        repeats[setting, r.seed] += 1
     return list(groups.values())
 
 
@@ -103,17 +101,16 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
     usable = [r for r in group if not r.out] or group
     figures = {}
     intervals = {}
-    for key in (column.key for column in columns_of({key for r in usable for key in r.figures})):
+    for key in dict.fromkeys(key for r in usable for key in r.figures):
         known = [r.figures[key] for r in usable if key in r.figures]
         if key in ("steps", "tokens_seen") and first.foreign and len({*known}) > 1:
             continue  # no run has the mean of lengths
         if key == "target/after" and len(known) < len(usable):
             continue  # some were there by their first evaluation
-        if known:
-            figures[key], interval = mean_interval(known)
-            # of two it would be six times as wide as they lie apart
-            if interval and len(known) > 2 and key != REACHED:
-                intervals[key] = interval
+        figures[key], interval = mean_interval(known)
+        # of two it would be six times as wide as they lie apart
+        if interval and len(known) > 2 and key != REACHED:
+            intervals[key] = interval
         if is_score(key) and (interval := over_items(key, usable)):
             intervals[key] = interval
     if figures.get(REACHED, 1.0) < 1.0:  # no mean of where some of the runs reach the target
@@ -126,13 +123,13 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         error = str(r.status.get("error") or "") if r.state in ("failed", "preempted") else ""
         notes += [r.lost, left, one_line(error, 200)]
     return Setting(
-        name=name,
-        runs=tuple(group),
-        values={key: first.config.get(key) for key in keys},
-        figures=figures,
-        intervals=intervals,
-        state=max((r.state for r in group), key=["", *STATES].index),
-        note="; ".join(note for note in dict.fromkeys(notes) if note),
+        name,
+        tuple(group),
+        {key: first.config.get(key) for key in keys},
+        figures,
+        intervals,
+        max((r.state for r in group), key=["", *STATES].index),
+        "; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )
 
@@ -147,12 +144,9 @@ def factors(settings: Sequence[Setting], differing: Sequence[str]) -> tuple[str,
     if len(taking_part) < 2:
         taking_part = list(settings)
     swept = {TWIN, *(key for e in settings for r in e.runs for key in r.swept)}
-    beside = [
-        key
-        for key in _independent(settings, differing)
-        if key in swept or key.partition(".")[0] in swept
-    ]
-    found = {*_independent(taking_part, differing), *beside}
+    every = _independent(settings, differing)
+    found = {key for key in every if {key, key.partition(".")[0]} & swept}
+    found.update(_independent(taking_part, differing))
     return tuple(sorted(found, key=lambda key: (key == TWIN, differing.index(key))))
 
 
@@ -173,14 +167,9 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
     varied = varying(settings, differing)
     keys = [key for key in varied if all(key in e.values for e in settings) and key != SEED]
     if RULE in swept or all(r.config.get(RULE, "none") != "none" for r in runs):
-        batches = any(rule_sets_batch(r.config) for r in runs)
-        left = [
-            key
-            for key in keys
-            if key in swept
-            or not (_BY_RULE.fullmatch(key) or (batches and key in (*CUT_KEYS, *BATCH_TOTALS)))
-        ]
-        keys = left or keys
+        set_by_it = (*CUT_KEYS, *BATCH_TOTALS) * any(rule_sets_batch(r.config) for r in runs)
+        own = [k for k in keys if k in swept or not (_BY_RULE.fullmatch(k) or k in set_by_it)]
+        keys = own or keys
 
     def follows(key: str, other: str) -> bool:
         if key.startswith("optimizer.") and "optimizer" not in swept:
@@ -199,12 +188,9 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
         pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
         return len(pairs) == len({value for value, _ in pairs})
 
-    def weight(key: str) -> tuple[bool, bool, int]:
-        preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
-        return key not in swept, not key.startswith(("batch.", "fork.")), preferred
-
+    keys.sort(key=lambda key: _PREFERRED.index(key) if key in _PREFERRED else -1)
     kept: list[str] = []
-    for key in sorted(keys, key=weight):
+    for key in sorted(keys, key=lambda k: (k not in swept, not k.startswith(("batch.", "fork.")))):
         if key in swept or not any(follows(key, other) for other in kept):
             kept.append(key)
     return kept
@@ -216,7 +202,6 @@ def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
     Repeats would share one: a single run has the name of its folder, and several sets of seeds a
     number behind the name. Of several that only seeds tell apart each has the name of its folders.
     """
-    known, seen = Counter[str](), Counter[str]()
     for s in settings:
         shown = {}
         if s.out not in APART and s.values and len(keys) <= 4:
@@ -226,8 +211,7 @@ def label(settings: Sequence[Setting], keys: Sequence[str]) -> None:
     alone = sum(len(s.runs) > 1 for s in nameless) == 1 and len(keys) <= 4
     for s in nameless:
         s.label = f"{len(s.runs)} seeds" if alone and len(s.runs) > 1 else s.name
-    for s in settings:
-        known[s.label] += 1
+    known, seen = Counter(s.label for s in settings), Counter[str]()
     sets = Counter(s.label for s in settings if len(s.runs) > 1)
     for s in settings:
         seen[s.label] += len(s.runs) > 1

@@ -181,8 +181,7 @@ def fit_model(seeds: Sequence[Mapping[str, float]]) -> Model | None:
         return model
     # the figure over the seeds as they are on average
     weights[tame] += inverse[count:].mean(axis=0)
-    few = len(cells) < FEW * count
-    factor = _factor(left, residuals, design, inverse, inverse @ centred, count, few)
+    factor = _factor(left, residuals, design, inverse, inverse @ centred, count)
     if not factor:
         return model
     effects = weights @ figures
@@ -207,7 +206,6 @@ def _factor(
     inverse: np.ndarray,
     estimates: np.ndarray,
     count: int,
-    few: bool,
 ) -> float:
     """Return the standard deviation over seeds of the factor by which they multiply effects.
 
@@ -226,6 +224,7 @@ def _factor(
     slope = float(product @ residuals) / square
     rest = float(residuals[shared] @ residuals[shared]) - slope**2 * square
     t = slope * math.sqrt(square * spare / max(rest, 1e-300))
+    few = len(design) < FEW * count
     if 2 * float(stdtr(spare, -abs(t))) > (MULTIPLY_OF_TWO if few else MULTIPLY):
         return 0.0
     return abs(slope) * float(estimates[count:].std(ddof=1))

@@ -84,6 +84,9 @@ def judge(f: Result) -> None:
     # those of one budget together, last those that are left out
     place = {s: number for number, group in enumerate(f.budgets) for s in group}
     f.settings = sorted(f.settings, key=lambda s: place.get(s, len(f.budgets)))
+    if f.looks and f.ranked and len(f.budgets) == 1:  # who leads over shared seeds stands first
+        lead = f.ranked[0].computation
+        f.settings = sorted(f.settings, key=lambda s: s.computation != lead)
 
 
 def _read_off(s: Setting, f: Result, cap: float) -> None:
@@ -101,19 +104,16 @@ def _read_off(s: Setting, f: Result, cap: float) -> None:
     places = [p for r in having or runs if (p := read_place(r, f.align, at, key))]
     if f.judged and len(places) == len(having or runs):
         # of seeds the mean, as all that is printed of them
-        tokens = math.fsum(p.tokens for p in places) / len(places)
-        s.place = replace(places[0], tokens=tokens)
+        s.place = replace(places[0], tokens=math.fsum(p.tokens for p in places) / len(places))
 
 
 def _by_budget(rivals: Sequence[Setting]) -> list[list[Setting]]:
     """Put rivals of like budgets together, in the order given."""
     found: list[list[Setting]] = []
     for r in rivals:
-        for group in found:
-            first = group[0].place
-            if r.place is None or first is None or alike(r.place, first):
-                group.append(r)
-                break
+        near = (g for g in found if not (r.place and g[0].place) or alike(r.place, g[0].place))
+        if group := next(near, None):
+            group.append(r)
         else:
             found.append([r])
     return found
@@ -135,32 +135,25 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     """
     sign = f.metric.sign
     same = defaultdict(list)
-    alike: dict[object, list[int]] = defaultdict(list)  # the numbers of those that may be equal
     for i, r in enumerate(group):
-        keys = (r.computation, frozenset(r.seeds.items()))
-        near = (group[j] for j in sorted({j for key in keys for j in alike[key]}))
-        r.identity = next((o.identity for o in near if _equal(o, r)), r.computation)
+        r.identity = next((o.identity for o in group[:i] if _equal(o, r)), r.computation)
         same[r.identity].append(r)
-        for key in keys:
-            alike[key].append(i)
-
-    def weight(r: Setting) -> tuple[int, bool, float]:
-        return -len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean
-
-    candidates = [min(those, key=weight) for those in same.values()]
+    candidates = [
+        min(those, key=lambda r: (-len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean))
+        for those in same.values()
+    ]
     levels = [(look.seeds, look.level * share) for look in f.looks]
     standing = stood(candidates, levels or [(None, ALPHA * share)], sign)
     lead = standing.lead if standing else min(candidates, key=lambda r: _order(r, sign))
     still = not f.target and unmoved(group)
     for other in group:
-        other.capped = other.capped or lead.capped
+        other.capped |= lead.capped
         if other is lead:
             other.verdict = Verdict.BUDGET
         elif other.computation == lead.computation:
-            shared = sorted(lead.seeds.keys() & other.seeds.keys())
-            other.verdict = Verdict.ROUNDING
+            shared = sorted(lead.seeds.keys() & other.seeds)
             apart = [other.seeds[s] - lead.seeds[s] for s in shared]
-            other.size = float(np.mean(apart)) if shared else None
+            other.verdict, other.size = Verdict.ROUNDING, float(np.mean(apart)) if apart else None
         elif other.identity == lead.identity:
             other.verdict, other.size = Verdict.SAME, 0.0
         elif standing is None or other.identity not in standing.found:
@@ -271,8 +264,7 @@ def needed(other: Setting, f: Result) -> int | None:
     if d.vague:
         return FEW
     if f.looks:
-        level = level_of(2 * d.seeds, 2 * d.seeds, f.looks)
-        d = replace(d, alpha=level or d.alpha)
+        d = replace(d, alpha=level_of(2 * d.seeds, 2 * d.seeds, f.looks) or d.alpha)
     wanted = d.seeds_needed(size)
     most = max(MOST_NEEDED, 5 * d.seeds)
     return max(wanted, d.seeds + 1) if wanted and wanted <= most else None
@@ -324,8 +316,7 @@ def alike(a: Place, b: Place) -> bool:
     if abs(a.tokens - b.tokens) > step:
         return False
     if a.decays and b.decays:
-        steps = max(a.grain / a.planned, b.grain / b.planned)
-        return abs(a.progress - b.progress) <= CLOSE + steps
+        return abs(a.progress - b.progress) <= CLOSE + max(a.grain / a.planned, b.grain / b.planned)
     ended = all(p.progress > 1 - CLOSE for p in (a, b) if p.decays)
     return ended or abs(a.planned - b.planned) <= step
 
@@ -352,10 +343,6 @@ def floor_of(rivals: Sequence[Setting], metric: str) -> Floor | None:
     return Floor(size, math.sqrt(2 * variance), sum(map(len, sets)), source)
 
 
-# The number of a setting by the values of the other keys.
-Cells = Mapping[str, int]
-
-
 def effects(rivals: Sequence[Setting], keys: Sequence[str], seen: Seen) -> list[Effect]:
     """Judge for each of several keys the two of its values that differ most in the loss.
 
@@ -368,26 +355,21 @@ def effects(rivals: Sequence[Setting], keys: Sequence[str], seen: Seen) -> list[
             rest = short_label({k: r.values.get(k) for k in keys if k != key})
             cells[value(r.values.get(key))].setdefault(rest, seen.number[r.identity])
         alpha = seen.level / len(keys)
-        pairs = itertools.combinations(cells.items(), 2)
-        known = [_effect(key, *pair, len(cells), seen.model, alpha) for pair in pairs]
-        several = (e for e in known if e)
-        found += sorted(several, key=lambda e: (e.difference.real, abs(e.difference.mean)))[-1:]
+        pairs = itertools.combinations(cells, 2)
+        known = filter(None, (_effect(key, *pair, cells, seen.model, alpha) for pair in pairs))
+        found += sorted(known, key=lambda e: (e.difference.real, abs(e.difference.mean)))[-1:]
     return found
 
 
 def _effect(
-    key: str,
-    first: tuple[str, Cells],
-    second: tuple[str, Cells],
-    rivals: int,
-    model: Model,
-    alpha: float,
+    key: str, a: str, b: str, cells: Mapping[str, Mapping[str, int]], model: Model, alpha: float
 ) -> Effect | None:
-    """Judge two values of a key over the cells where both were trained.
+    """Judge two values of a key over the cells of the other keys where both were trained.
 
-    Where the difference varies over the cells by more than noise does, name those where it holds.
+    `cells`: the number of a setting by the values of the key, and of the other keys. Where the
+    difference varies over them by more than noise does, name those where it holds.
     """
-    (a, ones), (b, others) = first, second
+    ones, others = cells[a], cells[b]
     both = [c for c in ones if c in others and ones[c] != others[c]]
     if len(both) < 2:
         return None
@@ -399,7 +381,7 @@ def _effect(
             weights[ones[cell]] -= sign / len(chosen)
         return weights
 
-    d = model.contrast(over(*both), rivals, alpha)
+    d = model.contrast(over(*both), len(cells), alpha)
     single = {cell: model.contrast(over(cell), 2, alpha / len(both)) for cell in both}
     low, high = (pick(both, key=lambda c: single[c].mean) for pick in (min, max))
     apart = model.contrast(over(high) + over(low, sign=-1.0), len(both), alpha)

@@ -108,8 +108,7 @@ def _together(
         connected = max(connected, found, key=len)
     connected = [r for r in several if r in connected]
     for members in (several, *sorted((connected, own), key=len, reverse=True)):
-        if len(members) > 1:
-            model = fit_model([known[r] for r in members])
-            if model and (model.blocked or len(own) >= len(members)):
-                return Seen(members, model, level)
+        model = fit_model([known[r] for r in members]) if len(members) > 1 else None
+        if model and (model.blocked or len(own) >= len(members)):
+            return Seen(members, model, level)
     return None

@@ -128,17 +128,12 @@ class Known:
             if known and len({r.config.get("fork.run") for r in e.runs}) == 1:
                 own = ((key, given.get(key)) for key in self.keys)
                 found[e] = {k: v or override_value(config.get(k.lstrip("+"))) for k, v in own}
-        different = {tuple(own.values()) for own in found.values()}
-        return found if len(different) == len(found) else {}
+        return found if len({tuple(own.values()) for own in found.values()}) == len(found) else {}
 
     def values(self, settings: Iterable[Setting]) -> dict[str, list[str]]:
         """Return the values that settings have of the keys that tell them apart."""
         of = [self.settings[s] for s in settings]
         return {key: list(dict.fromkeys(own[key] for own in of)) for key in self.keys}
-
-    def name(self, key: str) -> str:
-        """Return a key as the table shows it."""
-        return self.f.names.get(key, key)
 
     def resumed(self, rule: str, why: str, override: str, runs: int) -> Step:
         """Return the step that goes on with the sweep."""
@@ -211,16 +206,15 @@ class Known:
     def place(self) -> list[str]:
         """Return the words of the command that say where its options and its points are."""
         given = self.sweep.arguments if self.sweep else self.runs[0].facts.get("place") or ()
-        pairs = zip(["", *given], given, strict=False)
+        pairs = itertools.pairwise(["", *given])
         return [w for before, w in pairs if w.lstrip("+").startswith(_PLACE) or before in _PLACE]
 
     def hours(self, tokens: float) -> float | None:
         """Return the hours that so many tokens take at the rate of the runs' own steps."""
-        known = [
-            r.figures for r in self.runs if {"train_time", "tokens_per_sec"} <= r.figures.keys()
-        ]
-        done = sum(r["train_time"] * r["tokens_per_sec"] for r in known)
-        return tokens * sum(r["train_time"] for r in known) / done / 3600 if done else None
+        pairs = ((r.figures.get("train_time"), r.figures.get("tokens_per_sec")) for r in self.runs)
+        known = [(s, rate) for s, rate in pairs if s is not None and rate is not None]
+        done = sum(seconds * rate for seconds, rate in known)
+        return tokens * sum(seconds for seconds, _ in known) / done / 3600 if done else None
 
 
 def propose(f: Result) -> Step:
@@ -239,9 +233,9 @@ def rest(k: Known) -> Step | None:
     if k.f.foreign:
         return None
     records = {r.path.resolve(): r for r in k.runs}
-    if going := [r for r in k.runs if r.state == "running"]:
-        verb = "is" if len(going) == 1 else "are"
-        return Step("wait", f"{plural(len(going), 'run')} {verb} training now.")
+    if going := sum(r.state == "running" for r in k.runs):
+        verb = "is" if going == 1 else "are"
+        return Step("wait", f"{plural(going, 'run')} {verb} training now.")
     if any(ledger.is_running(r.sweep) for r in k.runs if r.sweep):
         return Step("wait", "the sweep is still running.")
     unchosen, more = 0, ""
@@ -322,7 +316,7 @@ def confirm_screen(k: Known) -> Step | None:
     grid = [f"{key}={','.join(values)}" for key, values in changes.items()]
     runs = FIRST_SEEDS * 2 ** len(asked)
     words = ("train", "-m", *k.base(changes), *grid, "sweep.decide=true")
-    why = f"{listed([k.name(key) for key in s.found])} matter by the screen; "
+    why = f"{listed([k.f.names[key] for key in s.found])} matter by the screen; "
     if len(asked) < len(s.found):
         why += f"the {len(asked)} largest effects are asked for, "
     why += "the others keep the value that looks better."
@@ -367,7 +361,8 @@ def wider(k: Known) -> Step | None:
         if float(text) in line or (key.startswith("schedule.") and float(text) > steps):
             continue
         edge = "highest" if side > 0 else "lowest"
-        why = f"the best {k.name(key)}, {here:g}, is the {edge} of those that were tried, "
+        name = f.names.get(key, key)
+        why = f"the best {name}, {here:g}, is the {edge} of those that were tried, "
         why += "and the loss still falls towards it."
         with contextlib.suppress(ConfigError):  # beyond what the knob takes
             if knob := fields().get(key.lstrip("+")):
@@ -416,8 +411,7 @@ def seeds(k: Known) -> Step | None:
     every = [*have, *fresh_seeds(have, max(0, count - len(have)))]
     if not k.sweep:  # runs that are there would be trained again
         every = [s for s in every if not all(s in r.seeds for r in chosen)]
-    changes = k.values(chosen)
-    return k.step("seeds", why, changes | {SEED: every})
+    return k.step("seeds", why, k.values(chosen) | {SEED: every})
 
 
 def _as_guess(settings: Iterable[Setting]) -> str:

@@ -90,7 +90,7 @@ def _settings(c: Result) -> Section:
 
 def _looks(c: Result) -> Section:
     """Return the looks of a sweep that decided by itself: where seeds went, what they showed."""
-    heads = ["Look", "Seeds each", "Runs so far", "Of the 5 %", "Shown to be worse", "Still open"]
+    heads = "Look|Seeds each|Runs so far|Of the 5 %|Shown to be worse|Still open|What follows"
     rows = []
     for i, one in enumerate(c.looks, 1):
         trained = sum(r.seed in one.seeds and not r.config.get(TWIN) for r in c.runs)
@@ -101,6 +101,4 @@ def _looks(c: Result) -> Section:
         "Interim analyses decided which settings got further seeds. Each spends a part of "
         "the 5 % of error; a setting that is worse gets no more seeds."
     )
-    return Section(
-        "looks", "Where seeds went", (), [*heads, "What follows"], rows, text, folded=True
-    )
+    return Section("looks", "Where seeds went", (), heads.split("|"), rows, text, folded=True)

@@ -225,8 +225,8 @@ def maps(c: Result) -> list[Plot]:
 
 def search_plot(c: Result) -> list[Plot]:
     """Draw the runs of a search in order: the trials, and then those with fresh seeds."""
-    runs = [(r, s, colour) for s, (colour, _) in styles(c).items() for r in s.runs]
-    runs = [one for one in runs if c.key in one[0].figures and c.metric in c.columns]
+    known = ((r, s, colour) for s, (colour, _) in styles(c).items() for r in s.runs)
+    runs = [one for one in known if c.key in one[0].figures and c.metric in c.columns]
     runs.sort(key=lambda one: (not one[0].trial, by_number(one[0].path)))
     if not (trials := sum(r.trial for r, *_ in runs)):
         return []
@@ -259,5 +259,4 @@ def screen_plots(c: Result) -> list[Plot]:
         hovertemplate="%{y}<br>%{x:.3g}<extra></extra>",
     )
     caption = "Bars in colour differ from noise; the whiskers are 95 % intervals."
-    height = 120 + 34 * len(knobs)
-    return [plot("effects", f"Effects on {c.key}", [bars], caption, height=height)]
+    return [plot("effects", f"Effects on {c.key}", [bars], caption, height=120 + 34 * len(knobs))]

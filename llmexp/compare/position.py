@@ -53,7 +53,7 @@ def _positions(record: Record, align: str) -> np.ndarray:
         known = np.append(begin, record.columns["step"])
         return np.interp(steps, known, own) if len(own) == len(known) else np.zeros(0)
     facts, length = record.facts, record.facts.get("sequence_length")
-    most = facts.get("max_tokens") if facts.get("stages") or facts.get("real_batch_size") else None
+    most = (facts.get("stages") or facts.get("real_batch_size")) and facts.get("max_tokens")
     if align == "tokens" and length and most and record.config.get("batch.document_mask"):
         stages = recorded_stages(facts)
         knots = [stage.first_step for stage in stages]  # linear in between
@@ -74,7 +74,7 @@ def of_rows(record: Record, align: str) -> np.ndarray:
 
 def time_before(record: Record) -> float | None:
     """Return the seconds of training of a fork's parents, as far as it has their rows."""
-    before = elapsed(record.before) if record.before else np.zeros(0)
+    before = elapsed(record.before)
     return float(before[-1]) if len(before) else None
 
 
@@ -115,8 +115,8 @@ def evaluations(record: Record, align: str) -> np.ndarray:
 
 def begins_after(record: Record, align: str, at: float) -> bool:
     """Tell whether a fork has no step of its own up to the position."""
-    begin = record.parent.get("step", 0)
-    return bool(record.parent) and until(positions(record, align), at) <= begin
+    begin = record.parent.get("step", -1)  # of a fork 0 at least
+    return until(positions(record, align), at) <= begin
 
 
 def common_position(records: Sequence[Record], align: str, metric: str) -> Position | None:

@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,20 @@ def project_runs(where: str, filters: str | None) -> list[OtherRun]:
         raise ConfigError("missing_value", f"{where}: {text}")
     chosen = _filters(filters) | ({"group": group} if group else {})
     check_login(where)
+    path, found = f"{entity}/{project}", list[OtherRun]()
 
-    def work(tell: Callable[[str], None]) -> list[OtherRun]:
+    def work() -> Iterator[str]:
         import wandb
 
-        tell("the server is asked")
-        path, found = f"{entity}/{project}", list[OtherRun]()
-        api = wandb.Api(timeout=_TIMEOUT_S)
-        runs = api.runs(path, filters=chosen, per_page=_PAGE, lazy=False)
+        yield "the server is asked"
+        runs = wandb.Api(timeout=_TIMEOUT_S).runs(path, filters=chosen, per_page=_PAGE, lazy=False)
         for run in runs:
-            tell(f"{len(found)} of {len(runs)} runs listed")
+            yield f"{len(found)} of {len(runs)} runs listed"
             if getattr(run, "job_type", None) != JOB_TYPE:
                 found.append(_listed(run, f"{ONLINE}{path}/{run.id}"))
-        return found
 
-    if found := _watched(where, work):
+    _watched(where, work())
+    if found:
         return found
     raise ConfigError("cannot_compare", f"{where}: there is no run, or none that --filter takes")
 
@@ -74,8 +73,8 @@ def _listed(run: Any, path: str) -> OtherRun:
         return cached(cache_folder(None), "wandb", about, (), scan) if heartbeat else scan()
 
     name = getattr(run, "display_name", None) or run.id
-    config, last = _flat(run.config), [_flat(run.summary_metrics)]
-    return OtherRun(name, config, state_of(run.state), last, Path(path), config, fetch)
+    last = [_flat(run.summary_metrics)]
+    return OtherRun(name, _flat(run.config), state_of(run.state), last, Path(path), True, fetch)
 
 
 def _flat(given: Mapping[str, Any]) -> Row:
@@ -93,19 +92,19 @@ def fetch_figure(runs: Sequence[OtherRun], figure: str) -> None:
     def one(run: OtherRun) -> None:
         assert run.fetch is not None
         axes = {axis_in(k): k for k in reversed(run.rows[0]) if not k.startswith("_")}
-        places = [k for axis, k in axes.items() if axis]
-        for keys in ([figure, *places, "_step"], [figure, "_step"]):
+        axes.pop("", None)
+        for keys in ([figure, *axes.values(), "_step"], [figure, "_step"]):
             if rows := run.fetch(keys):
                 run.rows = [{k: row[k] for k in keys} for row in rows]
                 return
 
-    def work(tell: Callable[[str], None]) -> None:
+    def work() -> Iterator[str]:
         with ThreadPool(AT_A_TIME) as pool:
             for i, _ in enumerate(pool.imap_unordered(one, asked), 1):
-                tell(f"rows of {i} of {len(asked)} runs")
+                yield f"rows of {i} of {len(asked)} runs"
 
     if asked := [run for run in runs if run.fetch]:
-        _watched(str(asked[0].path), work)
+        _watched(str(asked[0].path), work())
 
 
 def send_marks(marks: Mapping[Path, dict[str, Any]]) -> None:
@@ -115,35 +114,37 @@ def send_marks(marks: Mapping[Path, dict[str, Any]]) -> None:
         text = "is of runs of wandb; for example llmexp compare wandb:someone/llmexp --answer"
         raise ConfigError("idle_knob", f"--answer: {text}")
 
-    def work(tell: Callable[[str], None]) -> None:
+    def work() -> Iterator[str]:
         paths = [*there]
         for i in range(0, len(paths), AT_A_TIME):
-            tell(f"{i} of {len(paths)} runs marked")
+            yield f"{i} of {len(paths)} runs marked"
             mark_runs({path: there[path] for path in paths[i : i + AT_A_TIME]})
 
-    _watched("wandb", work)
+    _watched("wandb", work())
 
 
-def _watched(what: str, work: Callable[[Callable[[str], None]], Any]) -> Any:
-    """Do work that tells its progress in a line; raise ConfigError for a server that is silent."""
-    moved, shown = [time.monotonic()], sys.stderr.isatty()
+def _watched(what: str, work: Iterator[str]) -> None:
+    """Do work that yields its progress; raise ConfigError for a server that is silent."""
+    moved, shown = time.monotonic(), sys.stderr.isatty()
 
-    def tell(text: str) -> None:
-        moved[0] = time.monotonic()
-        if shown:
-            print(f"\r{what}: {text}\033[K", end="", file=sys.stderr, flush=True)
+    def run() -> None:
+        nonlocal moved
+        for text in work:
+            moved = time.monotonic()
+            if shown:
+                print(f"\r{what}: {text}\033[K", end="", file=sys.stderr, flush=True)
 
     pool = ThreadPool(1)
-    done = pool.apply_async(work, (tell,))
+    done = pool.apply_async(run)
     pool.close()
-    while not done.ready() and time.monotonic() - moved[0] < SILENT_S:
+    while not done.ready() and time.monotonic() - moved < SILENT_S:
         done.wait(0.1)
     if shown:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     try:
         if not done.ready():
             raise TimeoutError(f"no answer for {SILENT_S:.0f} s")
-        return done.get()
+        done.get()
     except ConfigError:
         raise
     except Exception as error:
@@ -189,8 +190,7 @@ def offline_run(path: Path) -> OtherRun:
     def fetch(keys: Sequence[str]) -> list[Row]:
         return [row for row in map(flatten, rows) if row.keys() >= {*keys}]
 
-    known = _flat(config)
-    return OtherRun(name, known, state, [_flat(summary)], path.parent, known, fetch)
+    return OtherRun(name, _flat(config), state, [_flat(summary)], path.parent, True, fetch)
 
 
 def _items(items: Any) -> dict[str, Any]:

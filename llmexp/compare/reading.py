@@ -47,7 +47,7 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     """Return a run as it is compared."""
     folder = RunFolder(path, strict=False)
     columns, damage = read_columns(path / rundir.METRICS)
-    config, lost, facts = folder.flat_config, folder.lost(), folder.facts
+    lost, facts = folder.lost(), folder.facts
     ended = folder.state in ("finished", "preempted") and folder.summary.get("steps")
     came = int(max([ended or 0, *columns["step"][-1:]]))
     steps, gone = read_steps(path, int(facts.get("max_steps") or came))
@@ -58,14 +58,14 @@ def _record(path: Path, sweep: SweepFolder) -> Record:
     if not ledger or not any("sweep.halving=" in a for a in ledger.arguments):
         columns = by_interval(columns, len(steps["tokens"]))
     return Record(
-        path=path,
-        name=clean_name(path),
-        sweep=sweep.path,
-        state=folder.state,
-        config=config,
-        facts=facts,
-        status=folder.status,
-        columns=columns,
+        path,
+        clean_name(path),
+        sweep.path,
+        folder.state,
+        folder.flat_config,
+        facts,
+        folder.status,
+        columns,
         steps=steps,
         problems=tuple(clean(p) for p in (*damage, *folder.problems)),
         swept=tuple(ledger.swept) if ledger else (),

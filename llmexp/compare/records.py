@@ -444,8 +444,7 @@ def half_width(setting: Setting, column: Column) -> float | None:
 
     None where there is none, as of rates and times.
     """
-    key = column.key
-    known = is_loss(key) or is_score(key) or key.startswith("target/")
-    known = known or any(key == r.measured for r in setting.runs)
+    key, measured = column.key, {r.measured for r in setting.runs}
+    known = is_loss(key) or is_score(key) or key.startswith("target/") or key in measured
     low, high = setting.intervals.get(key if known else "", (0.0, 0.0))
     return (high - low) / 2 or None

@@ -102,10 +102,9 @@ def screen(
     titles = [*((key,) for key in levels), *(names.get(at, ()) for at in rest)]
     found, rate = _judged([*columns.values(), *rest.values()], titles, y, len(levels))
     knobs = found[: len(levels)]
-    told = discoveries([c.p for c in knobs], rate)
-    knobs = [replace(c, found=is_told) for c, is_told in zip(knobs, told, strict=True)]
-    knobs.sort(key=lambda c: -abs(c.effect))
-    by_key = {c.names[0]: c for c in knobs}
+    told = zip(knobs, discoveries([c.p for c in knobs], rate), strict=True)
+    knobs = [replace(c, found=is_told) for c, is_told in told]
+    by_key = {c.names[0]: c for c in sorted(knobs, key=lambda c: -abs(c.effect))}
     return Screen(len(settings), levels, resolution, by_key, pairs, found[len(levels) :])
 
 
@@ -228,14 +227,12 @@ def discoveries(p: Sequence[float], rate: float = RATE) -> list[bool]:
     and Yekutieli 2006, doi 10.1093/biomet/93.3.491).
     """
     rate /= 1 + rate
-    first = sum(_stepped(p, rate))
-    left = len(p) - first
+    left = len(p) - sum(_stepped(p, rate))
     return _stepped(p, rate * len(p) / left if left else 1.0)
 
 
 def _stepped(p: Sequence[float], rate: float) -> list[bool]:
-    ordered = sorted(p)
-    most = max((x for i, x in enumerate(ordered, 1) if x <= rate * i / len(p)), default=-1.0)
+    most = max((x for i, x in enumerate(sorted(p), 1) if x <= rate * i / len(p)), default=-1.0)
     return [x <= most for x in p]
 
 

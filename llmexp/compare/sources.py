@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from llmexp.compare.events import event_folders, runs_of_events
 from llmexp.compare.projects import ONLINE, fetch_figure, offline_files, offline_run, project_runs
 from llmexp.compare.reading import read
 from llmexp.compare.records import Record
-from llmexp.compare.strangers import Asked, OtherRun, figure_of, records_of
+from llmexp.compare.strangers import Asked, OtherRun, figure_of, records_of, said_by
 from llmexp.compare.tables import is_table, runs_of
+from llmexp.config.commands import need_package
 from llmexp.config.values import ConfigError
-from llmexp.folders.find import find, paths_of
+from llmexp.folders.find import find, looks_like_run, paths_of
+from llmexp.system.redact import clean
+
+_FILES = "events.out.tfevents.*"
 
 
 def gathered(given: Sequence[Any], asked: Asked) -> tuple[list[Record], list[str], list[str]]:
@@ -46,3 +52,33 @@ def others(one: Any, asked: Asked) -> list[OtherRun]:
         return [*map(offline_run, files)]
     folders = [folder for path in paths for folder in event_folders(path)]
     return runs_of_events(folders) if folders else []
+
+
+def event_folders(path: Path) -> list[Path]:
+    """Return the folders at and below a path that hold event files of no run of our own."""
+    if not path.is_dir():
+        return [path.parent] if path.match(_FILES) else []
+    found = {file.parent for deep in ("", "*/", "*/*/") for file in path.glob(f"{deep}{_FILES}")}
+    return sorted(folder for folder in found if not looks_like_run(folder.parent))
+
+
+def runs_of_events(folders: list[Path]) -> list[OtherRun]:
+    """Return the runs of folders of event files. Raises ConfigError without the package."""
+    need_package("tensorboard", str(folders[0]), "an event file of TensorBoard")
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    array = importlib.import_module("tensorboard.util.tensor_util").make_ndarray
+    runs = []
+    for folder in folders:
+        opened = events.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+        opened.Reload()
+        rows = defaultdict[int, dict[str, Any]](dict)  # the last of a step counts
+        for tag in opened.Tags()["scalars"]:
+            for event in opened.Scalars(tag):
+                rows[event.step][tag] = event.value
+        for tag in opened.Tags()["tensors"]:
+            for event in opened.Tensors(tag):
+                if (value := array(event.tensor_proto)).size == 1:
+                    rows[event.step][tag] = value.item()
+        looks = [{"step": step, **row} for step, row in sorted(rows.items())]
+        runs.append(OtherRun(clean(folder.name), said_by(folder), "", looks, folder, True))
+    return runs

@@ -76,8 +76,7 @@ class OtherRun:
     state: str  # one of runs.folder.STATES, or empty
     rows: Sequence[Row]  # figures, steps and tokens at each look at it
     path: Path
-    # keys of `values` that are settings and no figures, where the source tells them apart
-    config: Row | None = None
+    typed: bool = False  # its source tells settings from figures: `values` are no figures
     # of wandb: returns its rows that have all of some keys
     fetch: Callable[[Sequence[str]], Sequence[Row]] | None = None
 
@@ -131,12 +130,10 @@ def records_of(
         whole = isinstance(given, float) and given.is_integer()
         config[SEED] = own_seed(name) if given is None else int(given) if whole else given
         columns, steps = _curve(run.rows, figure, {*by, seed})
-        facts: dict[str, Any] = {"better": better}
+        facts: dict[str, Any] = {"better": better, "not_finite": _not_finite(run.rows, figure)}
         if {"steps", "tokens"} <= steps.keys():
             more, of = (np.diff(steps[axis], prepend=0.0) for axis in ("tokens", "steps"))
             facts["tokens_per_step"] = float(np.max(more / np.maximum(of, 1.0)))
-        if bad := _not_finite(run.rows, figure):
-            facts["not_finite"] = bad
         known: dict[str, Any] = {"columns": columns, "steps": steps, "swept": by}
         known |= {"foreign": True, "measured": figure}
         found.append(Record(run.path, name, None, run.state, config, facts, {}, **known))
@@ -197,13 +194,11 @@ def figure_of(
 
 
 def _better(figure: str, given: str | None) -> str:
-    if given is not None:
-        if given not in ("lower", "higher"):
-            raise ConfigError(
-                "unknown_option",
-                f"--better {given}: lower or higher is needed; example --better lower",
-            )
+    if given in ("lower", "higher"):
         return given
+    if given is not None:
+        text = "lower or higher is needed; example --better lower"
+        raise ConfigError("unknown_option", f"--better {given}: {text}")
     found = _words(figure)
     if "per" not in found and any(w.endswith(_LOWER) for w in found):
         return "lower"
@@ -247,8 +242,8 @@ def _settings(
     Numbers are told from figures by their names, and by values that several runs share. Raises
     ConfigError where that tells nothing.
     """
-    typed = runs[0].config is not None
-    keys = dict.fromkeys(k for run in runs for k in (run.config if typed else run.values) or ())
+    typed = runs[0].typed
+    keys = dict.fromkeys(k for run in runs if run.typed or not typed for k in run.values)
     no = is_execution if typed else of_figures
     known = [
         k for k in keys if k not in (figure, seed) and not (names_seed(k) or axis_in(k) or no(k))

@@ -78,10 +78,8 @@ def _fitting(c: Result, width: int, encoding: str) -> list[Shown]:
         key: replace(column, cells=[child.printable(cell, encoding) for cell in column.cells])
         for key, column in shown_columns(c).items()
     }
-    mark = Shown("", found["mark"].cells)
     metric = [found[c.key]] if c.key in found else []
-    names = _names(c)
-    kept = [*names, mark, *metric]
+    kept = [*_names(c), Shown("", found["mark"].cells), *metric]
     keys = [column.key for column in c.columns]
     rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
     room = width - sum(column.width for column in kept)
@@ -105,14 +103,13 @@ def _names(c: Result) -> list[Shown]:
 
     Where these do not tell the settings apart, it is one with their names.
     """
-    short = c.names
-    columns = [Shown(short[key], [_setting(e, key) for e in c.settings]) for key in c.factors]
+    columns = [Shown(name, [_setting(e, key) for e in c.settings]) for key, name in c.names.items()]
     rows = set(zip(*(column.cells for column in columns), strict=True))
     named = any(e.label == e.name for e in c.settings)
     if named or not 0 < len(columns) <= 4 or len(rows) < len(c.settings):
-        whole = [e.label for e in c.settings]
-        cut = [_cut(label, _MOST) for label in whole]
-        return [Shown("run", cut if len({*cut}) == len({*whole}) else whole)]
+        cut = {e.label: _cut(e.label, _MOST) for e in c.settings}
+        several = len({*cut.values()}) < len(cut)
+        return [Shown("run", [e.label if several else cut[e.label] for e in c.settings])]
     return columns
 
 
@@ -161,8 +158,7 @@ def marks_of(c: Result) -> dict[Path, dict[str, Any]]:
     marks = {}
     for s in c.settings:
         for run in s.runs:
-            figures = (None, None) if run.out else (s.size, s.half)
-            values = (run.out or s.mark or None, *figures)
+            values = (run.out, None, None) if run.out else (s.mark or None, s.size, s.half)
             marks[run.path] = dict(zip(MARKS, values, strict=True))
     return marks
 
@@ -206,9 +202,10 @@ def to_csv(c: Result) -> str:
     """Return `columns_in_full` as CSV; settings are spelled as overrides are."""
     found = columns_in_full(c)
     for key in found.keys() & {*c.differing}:
-        there = [key in s.values and type(s.values[key]) is not float for s in c.settings]
-        pairs = zip(found[key], there, strict=True)
-        found[key] = [short_value(value) if spelled else value for value, spelled in pairs]
+        found[key] = [
+            value if type(value) is float or key not in s.values else short_value(value)
+            for value, s in zip(found[key], c.settings, strict=True)
+        ]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([[*found], *zip(*found.values(), strict=True)])
     return out.getvalue()

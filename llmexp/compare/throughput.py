@@ -43,9 +43,7 @@ _Row = dict[str, Any]
 def median(record: Record, key: str) -> float | None:
     """Return the median of a column without its first row, or with it where there is no other."""
     values = finite(record.columns, key)
-    return (
-        float(np.median(values[1:] if len(values) > 1 else values)) or None if len(values) else None
-    )
+    return float(np.median(values[len(values) > 1 :])) or None if len(values) else None
 
 
 def rows_of(records: Sequence[Record]) -> list[_Row]:
@@ -58,18 +56,22 @@ def rows_of(records: Sequence[Record]) -> list[_Row]:
         row = {title: record.facts.get(key) for title, key in FACTS.items()}
         row |= {title: median(record, key) for title, key in MEDIANS.items()}
         per_rank, size = median(record, "tokens_per_sec_per_rank"), record.facts.get("parameters")
-        memory = finite(record.columns, "peak_memory_gib")
+        memory = finite(record.columns, "peak_memory_gib").tolist()
         row |= {
             "it/s": 1 / row["s/it"] if row["s/it"] else None,
             "TFLOP/s per rank (6ND)": 6 * size * per_rank / 1e12 if per_rank and size else None,
-            "peak memory (GiB)": max(map(float, memory), default=None),
+            "peak memory (GiB)": max(memory, default=None),
             "state": record.state,
         }
         rows.append(row)
     rows.sort(key=lambda row: [str(row[k] or "") if k in _ORDER[:2] else row[k] or 0
                                for k in _ORDER])  # fmt: skip
     for row in rows:
-        row |= {"verdict": _verdict(row, rows), "scaling efficiency": efficiency(row, rows)}
+        row["verdict"], row["scaling efficiency"] = _verdict(row, rows), None
+        # the rate of each rank as a share of that of one rank with the same work, if there is one
+        alone = [other["tokens/s"] for other in _alike(row, rows, "ranks") if other["ranks"] == 1]
+        if (row["ranks"] or 1) > 1 and alone and row["tokens/s"]:
+            row["scaling efficiency"] = float(row["tokens/s"] / row["ranks"] / np.median(alone))
     return rows
 
 
@@ -77,16 +79,6 @@ def _alike(row: _Row, rows: Sequence[_Row], but: str) -> list[_Row]:
     """Return those with a rate that have the same facts but for one."""
     keys = [key for key in FACTS if key != but]
     return [other for other in rows if other["tokens/s"] and all(other[k] == row[k] for k in keys)]
-
-
-def efficiency(row: _Row, rows: Sequence[_Row]) -> float | None:
-    """Return the rate of each rank as a share of that of one rank with the same work.
-
-    There is none where the grid has no such run.
-    """
-    alone = [other["tokens/s"] for other in _alike(row, rows, "ranks") if other["ranks"] == 1]
-    known = (row["ranks"] or 1) > 1 and alone and row["tokens/s"]
-    return float(row["tokens/s"] / row["ranks"] / np.median(alone)) if known else None
 
 
 def _verdict(row: _Row, rows: Sequence[_Row]) -> str | None:
@@ -98,8 +90,8 @@ def _verdict(row: _Row, rows: Sequence[_Row]) -> str | None:
     is not known, as without a known peak.
     """
     micro, share, gain = row["micro-batch"] or 0, row["share of peak"], None
-    others = [other for other in _alike(row, rows, "micro-batch") if other["micro-batch"]]
-    smaller = [other for other in others if other["micro-batch"] < micro]
+    others = _alike(row, rows, "micro-batch")
+    smaller = [other for other in others if 0 < (other["micro-batch"] or 0) < micro]
     if smaller and row["tokens/s"] and share is not None:
         nearest = max(smaller, key=lambda other: other["micro-batch"])
         doublings = np.log2(micro / nearest["micro-batch"])

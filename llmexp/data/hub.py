@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llmexp.config.commands import need_package
 from llmexp.config.values import refuse, typed
+from llmexp.data.documents import Record, record_text
 from llmexp.data.matching import SAVED, readable, walk
-from llmexp.data.records import Record, record_text
 from llmexp.data.remote import RemoteCache, reading
 
 

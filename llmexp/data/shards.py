@@ -29,9 +29,9 @@ from llmexp.config.kinds import kind_of_error
 from llmexp.config.values import ConfigError
 from llmexp.data.beside import SHARD_MANIFEST
 from llmexp.data.cache import building, id_type
+from llmexp.data.documents import Counts, Document
 from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.progress import ProgressBar
-from llmexp.data.records import Counts, Document
 from llmexp.data.remote import RemoteCache, is_remote
 from llmexp.data.stored import SourceShards, open_shards, stream_of
 from llmexp.data.stream import DataChanged, sample_digest
@@ -316,9 +316,9 @@ class _Shard:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        write_whole(Path(f"{self._stem}.ends"), np.array(self._ends, "<u8").tobytes())
-        write_whole(Path(f"{self._stem}.digests"), bytes(self._digests))
-        write_whole(Path(f"{self._stem}.bytes"), np.array(self._sizes, "<u8").tobytes())
+        beside = {"ends": self._ends, "digests": self._digests, "bytes": self._sizes}
+        for kind, values in beside.items():
+            write_whole(Path(f"{self._stem}.{kind}"), bytes(values))
         self._temporary.replace(f"{self._stem}.bin")
         return {
             "tokens": self._tokens,

@@ -1,10 +1,10 @@
-"""The token shards of sources: those of the cache, or written now."""
+"""The token shards of a source that the cache has."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ import numpy as np
 
 from llmexp.config.values import ConfigError
 from llmexp.data.beside import SHARD_MANIFEST
-from llmexp.data.cache import building
+from llmexp.data.documents import Counts
 from llmexp.data.files import allow_open_files
-from llmexp.data.records import Counts
-from llmexp.data.remote import RemoteCache
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.work import Work
 
@@ -68,30 +66,3 @@ def stream_of(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStr
         if count:
             arrays.append(np.memmap(path, dtype, "r", shape=(count,)))
     return TokenStream(arrays)
-
-
-class StaleCache(Exception):
-    """Report that remembered answers of a bucket or the hub describe shards that are missing."""
-
-
-def prepare_sources(
-    works: Iterable[Work], remote: RemoteCache
-) -> tuple[dict[str, SourceShards], dict[str, SourceShards]]:
-    """Return the shards of sources by name: of those to train on, and of validation sets.
-
-    They are written where the cache has none. Raises ConfigError, and StaleCache.
-    """
-    ready, held_out = dict[str, SourceShards](), dict[str, SourceShards]()
-    for work in works:
-        found = open_shards(work)
-        if found is None:
-            if work.source.key in remote.remembered:
-                raise StaleCache
-            from llmexp.data.shards import write_source
-
-            with building(work.folder, remote.cache):
-                found = open_shards(work) or write_source(
-                    work, remote.cache
-                )  # another process was faster
-        (held_out if work.source.held_out else ready)[work.source.name] = found
-    return ready, held_out

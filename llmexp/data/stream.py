@@ -68,8 +68,7 @@ class Shard:
         if now[0] != self.state[0]:  # another file: the open map still reads the old one
             return f"{self.name}: this token file was replaced while it was in use"
         grown = "" if now[1] == self.size else f", and has {now[1]:,} bytes, not {self.size:,}"
-        text = f"{self.name}: this token file was written to while it was in use{grown}"
-        raise DataChanged(text)
+        raise DataChanged(f"{self.name}: this token file was written to while it was in use{grown}")
 
 
 def _opened(array: np.ndarray) -> Shard:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from llmexp.config.targets import resolve
 from llmexp.config.values import ConfigError, refuse
 from llmexp.data.cache import cache_folder
-from llmexp.data.records import Counts, Document, count_records, split_document
+from llmexp.data.documents import Counts, Document, count_records, read_documents, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.sniffing import kind_of_file
 from llmexp.data.stream import DataChanged
@@ -70,8 +70,6 @@ class Source:
             found = read_dataset(self.key, self.hf, self.split, self.revision, self.text_key)
             whole = count_records(found, self.skip_bad, counts)
         else:
-            from llmexp.data.documents import read_documents
-
             how = None if self.plain else self.text_key, self.skip_bad, counts
             places = files or self.files
             whole = chain.from_iterable(read_documents(self.key, one, *how) for one in places)

@@ -53,8 +53,7 @@ def write_average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> 
             means = {name: mean(checkpoints, name) for name in names}
             pieces = {n: Piece(t, tuple(t.shape), (0,) * t.ndim) for n, t in means.items()}
             files = {f"model{suffix}.safetensors": pieces}
-            buffers = checkpoints[-1].state["buffers"]
-            held = saving.Pieces(number, len(parts), files, [], buffers)
+            held = saving.Pieces(number, len(parts), files, [], checkpoints[-1].state["buffers"])
             saving.write_pieces(draft / root, last.step, held)
         saving.commit_checkpoint(draft / root, last.step, held, {}, {"average": record}, keep=None)
 

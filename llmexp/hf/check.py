@@ -77,8 +77,7 @@ def check_folder(folder: Path, tokenizer: Tokenizer) -> list[str]:
         return []
     version = f"{type(theirs).__name__} of transformers {library.__version__}"
     found = f"{version} gives other ids than {tokenizer.name}, for example for {text!r}"
-    files = {"tokenizer.json": (folder / "tokenizer.json").read_text()}
-    if doubts(tokenizer, files):
+    if doubts(tokenizer, {"tokenizer.json": (folder / "tokenizer.json").read_text()}):
         return [found]
     raise ConfigError("wrong_tokenizer", f"{found}; --no-check writes the folder all the same")
 

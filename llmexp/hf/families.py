@@ -94,31 +94,68 @@ USUAL = {
 }
 
 
-def _layer(theirs: str, *ours: str, transposed: bool = False, bias: bool = False) -> list[NameRule]:
-    """Return the rules of a linear layer or a norm."""
-    found = [NameRule(f"{theirs}.weight", tuple(f"{o}.weight" for o in ours), transposed)]
-    if bias:
-        found.append(NameRule(f"{theirs}.bias", tuple(f"{o}.bias" for o in ours)))
-    return found
+# A row a layer or norm: theirs, ours (several are one below another), the values of `biases` at
+# which it has a bias, and T where Hugging Face keeps the input dimension first (Conv1D).
+_GPT2 = """
+transformer.wte                 token_embedding
+transformer.wpe                 position_embedding
+transformer.h.{i}.ln_1          blocks.{i}.attention_norm       all
+transformer.h.{i}.attn.c_attn   {qkv}                           all  T
+transformer.h.{i}.attn.c_proj   blocks.{i}.attention.out_proj   all  T
+transformer.h.{i}.ln_2          blocks.{i}.mlp_norm             all
+transformer.h.{i}.mlp.c_fc      blocks.{i}.mlp.up_proj          all  T
+transformer.h.{i}.mlp.c_proj    blocks.{i}.mlp.down_proj        all  T
+transformer.ln_f                final_norm                      all
+"""
+_ATTENTION = """
+model.embed_tokens                  token_embedding
+model.layers.{i}.self_attn.q_proj   blocks.{i}.attention.q_proj     qkv  all
+model.layers.{i}.self_attn.k_proj   blocks.{i}.attention.k_proj     qkv  all
+model.layers.{i}.self_attn.v_proj   blocks.{i}.attention.v_proj     qkv  all
+model.layers.{i}.self_attn.o_proj   blocks.{i}.attention.out_proj   all
+"""
+_QK_NORM = """
+model.layers.{i}.self_attn.q_norm   blocks.{i}.attention.q_norm
+model.layers.{i}.self_attn.k_norm   blocks.{i}.attention.k_norm
+"""
+_MLP = """
+model.layers.{i}.mlp.gate_proj   blocks.{i}.mlp.gate_proj   all
+model.layers.{i}.mlp.up_proj     blocks.{i}.mlp.up_proj     all
+model.layers.{i}.mlp.down_proj   blocks.{i}.mlp.down_proj   all
+"""
+_EXPERT_ROWS = """
+model.layers.{i}.mlp.gate                    blocks.{i}.mlp.router
+model.layers.{i}.mlp.experts.{e}.gate_proj   blocks.{i}.mlp.gate_proj
+model.layers.{i}.mlp.experts.{e}.up_proj     blocks.{i}.mlp.up_proj
+model.layers.{i}.mlp.experts.{e}.down_proj   blocks.{i}.mlp.down_proj
+"""
+_QKV = ",".join(f"blocks.{{i}}.attention.{letter}_proj" for letter in "qkv")
+
+
+def _rules(table: str, biases: str = "all") -> tuple[NameRule, ...]:
+    """Return the rules of a table: of weights, and of biases where there are some."""
+    found = []
+    for theirs, ours, *more in filter(None, map(str.split, table.splitlines())):
+        for part in ("weight", "bias")[: 1 + (biases in more)]:
+            names = tuple(f"{name}.{part}" for name in ours.split(","))
+            found.append(NameRule(f"{theirs}.{part}", names, "T" in more and part == "weight"))
+    return tuple(found)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
 
 
 def _gpt2() -> Family:
-    """GPT-2. Its linear layers keep the input dimension first (Conv1D), with q, k, v in one."""
-    block, there = "blocks.{i}.", "transformer.h.{i}."
-    qkv = tuple(f"{block}attention.{letter}_proj" for letter in "qkv")
     return Family(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
         target="llmexp.models.gpt2.GPT2",
         switches={},
-        sizes={
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "n_positions",
-            "n_layers": "n_layer",
-            "n_heads": "n_head",
-            "d_model": "n_embd",
-            "d_ff": "n_inner",
-        },
+        sizes=_pairs(
+            "vocab_size=vocab_size max_position_embeddings=n_positions n_layers=n_layer "
+            "n_heads=n_head d_model=n_embd d_ff=n_inner"
+        ),
         fixed={
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
@@ -126,19 +163,7 @@ def _gpt2() -> Family:
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        rules=(
-            *_layer("transformer.wte", "token_embedding"),
-            *_layer("transformer.wpe", "position_embedding"),
-            *_layer(f"{there}ln_1", f"{block}attention_norm", bias=True),
-            *_layer(f"{there}attn.c_attn", *qkv, transposed=True, bias=True),
-            *_layer(
-                f"{there}attn.c_proj", f"{block}attention.out_proj", transposed=True, bias=True
-            ),
-            *_layer(f"{there}ln_2", f"{block}mlp_norm", bias=True),
-            *_layer(f"{there}mlp.c_fc", f"{block}mlp.up_proj", transposed=True, bias=True),
-            *_layer(f"{there}mlp.c_proj", f"{block}mlp.down_proj", transposed=True, bias=True),
-            *_layer("transformer.ln_f", "final_norm", bias=True),
-        ),
+        rules=_rules(_GPT2.replace("{qkv}", _QKV)),
         ignored=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
     )
 
@@ -156,45 +181,27 @@ def _decoder(
 
     `experts`: further sizes of a family with experts, our knob -> their key.
     """
-    block, there = "blocks.{i}.", "model.layers.{i}."
     biases = switches.get("biases", "none")
-    rules = _layer("model.embed_tokens", "token_embedding")
-    for theirs, ours in (("q_proj",) * 2, ("k_proj",) * 2, ("v_proj",) * 2, ("o_proj", "out_proj")):
-        bias = biases == "all" or (biases == "qkv" and theirs != "o_proj")
-        rules += _layer(f"{there}self_attn.{theirs}", f"{block}attention.{ours}", bias=bias)
-    if switches.get("qk_norm", "none") != "none":
-        for name in ("q_norm", "k_norm"):
-            rules += _layer(f"{there}self_attn.{name}", f"{block}attention.{name}")
-    mlp, sent = list[NameRule](), _layer(f"{there}mlp.gate", f"{block}mlp.router")
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        mlp += _layer(f"{there}mlp.{name}", f"{block}mlp.{name}", bias=biases == "all")
-        sent += _layer(f"{there}mlp.experts.{{e}}.{name}", f"{block}mlp.{name}")
-    rules += [] if experts else mlp
+    table = _ATTENTION + _QK_NORM * ("qk_norm" in switches) + _MLP * (not experts)
     for theirs, ours in zip(norms, ("attention_norm", "mlp_norm"), strict=True):
-        rules += _layer(f"{there}{theirs}", f"{block}{ours}")
-    rules += _layer("model.norm", "final_norm")
+        table += f"model.layers.{{i}}.{theirs} blocks.{{i}}.{ours}\n"
+    sizes = _pairs(
+        "vocab_size=vocab_size max_position_embeddings=max_position_embeddings "
+        "n_layers=num_hidden_layers n_heads=num_attention_heads n_kv_heads=num_key_value_heads "
+        "d_model=hidden_size d_ff=intermediate_size norm_eps=rms_norm_eps "
+        "tied_head=tie_word_embeddings"
+    )
     return Family(
         model_type=model_type,
         architecture=architecture,
         target="llmexp.models.llama.Llama",
         switches=switches,
-        sizes={
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "max_position_embeddings",
-            "n_layers": "num_hidden_layers",
-            "n_heads": "num_attention_heads",
-            "n_kv_heads": "num_key_value_heads",
-            "d_model": "hidden_size",
-            "d_ff": "intermediate_size",
-            "norm_eps": "rms_norm_eps",
-            "tied_head": "tie_word_embeddings",
-            **(experts or {}),
-        },
+        sizes={**sizes, **(experts or {})},
         fixed={"hidden_act": "silu", **fixed},
-        rules=tuple(rules),
+        rules=_rules(f"{table}model.norm final_norm", biases),
         ignored=("rotary_emb.inv_freq",),
-        mlp=tuple(mlp) if experts else (),
-        experts=tuple(sent) if experts else (),
+        mlp=_rules(_MLP, biases) if experts else (),
+        experts=_rules(_EXPERT_ROWS) if experts else (),
         absent=absent or {},
     )
 

@@ -206,7 +206,11 @@ def check_weights(source: WeightSource, section: Mapping[str, Any], model: nn.Mo
     if any(name.endswith(STARTS_AT_0) for name in wrong):
         text = "needs model.balance=bias: a bias decides which of its experts tokens are sent to"
         raise ConfigError("wrong_weights", text)
-    wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
+    for rule in source.rules:
+        if own.keys() >= {*rule.ours}:  # else it is named already
+            given, wanted = source.shapes[rule.theirs], rule.shape(own.__getitem__)
+            grows = given[1:] == wanted[1:] and (*given[:1], *wanted[:1]) in growing.values()
+            wrong += [rule.theirs] * (given != wanted and not grows)
     if wrong:
         raise ConfigError("wrong_weights", f"has other tensors; differing: {first_of(wrong, 8)}")
     return [f"model.{key} grows from {a:,} to {b:,}" for key, (a, b) in growing.items()]
@@ -239,20 +243,6 @@ def _growing(
     return found
 
 
-def _fits(
-    rule: NameRule,
-    source: WeightSource,
-    own: Mapping[str, tuple[int, ...]],
-    growing: Mapping[str, tuple[int, int]],
-) -> bool:
-    """Return whether the shape of a tensor of theirs is that of ours, but for rows that grow."""
-    if any(name not in own for name in rule.ours):
-        return True  # named before
-    given, wanted = source.shapes[rule.theirs], rule.shape(own.__getitem__)
-    grows = (*given[:1], *wanted[:1]) in growing.values()
-    return given == wanted or (grows and given[1:] == wanted[1:])
-
-
 @torch.no_grad()
 def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any]) -> None:
     """Copy the weights, which `check_weights` has found to fit, into the model of a section.
@@ -263,9 +253,6 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
     """
     own, factor = named_tensors(model), multipliers(section)
     for rule in source.rules:
-        if rule.expert is not None:
-            _take_expert(own[rule.ours[0]], source, rule)
-            continue
         shape = source.shapes[rule.theirs]
         turned = rule.transposed and len(shape) == 2
         start, rows = 0, shape[::-1][0] if turned else math.prod(shape[:1])
@@ -273,6 +260,11 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
             if len(rule.ours) > 1:
                 rows = own[name].shape[0]
             held, offset = (piece := piece_of(own[name])).local, piece.offset
+            if rule.expert is not None:
+                at = rule.expert - offset[0]
+                if not 0 <= at < len(held):  # another rank holds it
+                    continue
+                held, offset = held[at], offset[1:]
             count = max(0, min(held.shape[0], rows - offset[0])) if shape else 1
             box = [(a, a + n) for a, n in zip(offset, held.shape, strict=True)]
             box[:1] = [(start + a, start + a + count) for a, _ in box[:1]]
@@ -284,17 +276,3 @@ def begin_with(model: nn.Module, source: WeightSource, section: Mapping[str, Any
                 target = held[:count] if shape else held
                 target.copy_(part if ratio == 1 else part.double() * ratio)
             start += rows
-
-
-def _take_expert(own: Tensor, source: WeightSource, rule: NameRule) -> None:
-    """Copy what this rank holds of the matrix of an expert. Raises ConfigError as `begin_with`."""
-    piece, number = piece_of(own), rule.expert or 0
-    at = number - piece.offset[0]
-    if not (0 <= at < len(piece.local) and piece.local.numel()):
-        return
-    held = piece.local[at]
-    box = [(a, a + n) for a, n in zip(piece.offset[1:], held.shape, strict=True)]
-    part = source.read(rule.theirs, box)
-    if not all_finite(part):
-        raise ConfigError("not_finite", f"{rule.theirs} has values that are not finite")
-    held.copy_(part)

@@ -12,17 +12,11 @@ from llmexp.folders.naming import named_checkpoint
 from llmexp.hf.families import from_config
 
 # Knobs that two models with the same weights may have otherwise.
-FREE: tuple[str, ...] = (
-    "_target_",
-    "dropout",
-    "residual",
-    "init_from",
-    "init_grow",
-    "path",
-    "pretrained",
-)
-FREE += ("balance", "balance_rate", "balance_loss", "router_z_loss")
-CONVERTED = ("parametrization", "base_width")  # by factors on weights: `multipliers`
+FREE = {
+    "_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained",
+    "balance", "balance_rate", "balance_loss", "router_z_loss",
+}  # fmt: skip
+CONVERTED = {"parametrization", "base_width"}  # by factors on weights: `multipliers`
 
 
 def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
@@ -44,4 +38,4 @@ def sizes_of(given: str) -> tuple[str, dict[str, Any]] | None:
 
 def deciding_knobs(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a model section that decide its weights or what it computes."""
-    return {key: value for key, value in section.items() if key not in FREE + CONVERTED}
+    return {key: section[key] for key in section if key not in FREE | CONVERTED}

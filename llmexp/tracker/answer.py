@@ -52,8 +52,7 @@ class SweepAnswer:
 def answer_fields(sweep: Path, folder: RunFolder) -> Fields:
     """Return what wandb shows of an answer besides its content, from a run of the sweep."""
     recorded = folder.facts | {"label": "answer", "overrides": [], "parent": None}
-    fields = run_fields(sweep, folder.config, recorded)
-    return replace(fields, config={}, job_type=JOB_TYPE)
+    return replace(run_fields(sweep, folder.config, recorded), config={}, job_type=JOB_TYPE)
 
 
 def send_answer(store: Wandb, answer: SweepAnswer, sweep: Path, anew: bool = False) -> str:

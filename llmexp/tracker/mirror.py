@@ -51,20 +51,21 @@ class Sent:
         return f"the server has {self.there} of {self.rows} rows"
 
 
+@dataclass
 class NewRows:
     """Read the rows of a file as they are written; it may not be there yet."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+    path: Path
+    at: int = 0  # bytes that were read
 
     def read(self) -> list[dict[str, Any]]:
         """Return the rows that were written since the last call."""
-        if not self._path.exists():
+        if not self.path.exists():
             return []
-        with open(self._path, "rb") as file:
-            file.seek(self._read)
+        with open(self.path, "rb") as file:
+            file.seek(self.at)
             lines, _, _ = file.read().rpartition(b"\n")  # the last one is still being written
-        self._read += len(lines) + bool(lines)
+        self.at += len(lines) + bool(lines)
         return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -119,25 +120,24 @@ def upload(kind: str, run_dir: Path, fields: Fields, end: End) -> Sent:
     return done
 
 
+@dataclass
 class Mirror:
     """Mirror a run while it trains, in a thread of its own.
 
     No method raises, and only `finish` waits. `say` gets at most one line, from another thread.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        settings: sections.Tracker,
-        run_dir: Path,
-        fields: Fields,
-        say: Callable[[str], None],
-    ) -> None:
-        self._kind, self._run_dir, self._fields, self._say = kind, run_dir, fields, say
-        self._timeout_s = settings.finish_timeout_s
-        self._store = open_store(kind, settings, self._fail)
+    kind: str
+    settings: sections.Tracker
+    run_dir: Path
+    fields: Fields
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._timeout_s = self.settings.finish_timeout_s
+        self._store = open_store(self.kind, self.settings, self._fail)
         self._over, self._end, self._failed = threading.Event(), End({}, 0), False
-        self._size_before = (run_dir / rundir.METRICS).stat().st_size
+        self._size_before = (self.run_dir / rundir.METRICS).stat().st_size
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
@@ -154,19 +154,19 @@ class Mirror:
         """Report what happened, once: the reader needs the first cause, not its echoes."""
         if not self._failed:
             self._failed = True
-            there = () if self._kind == "wandb" else ("--to", self._kind)
-            again = command("sync", self._run_dir, *there)
+            there = () if self.kind == "wandb" else ("--to", self.kind)
+            again = command("sync", self.run_dir, *there)
             with contextlib.suppress(Exception):
                 rest = f"metrics.jsonl has every row, to upload them: {again}"
-                self._say(f"{self._kind}: {text}; {rest}")
+                self.say(f"{self.kind}: {text}; {rest}")
 
     def _work(self) -> None:
         try:
-            path = self._run_dir / rundir.METRICS
+            path = self.run_dir / rundir.METRICS
             # importing wandb would hold up the first steps: wait for the first row of this process
             while path.stat().st_size == self._size_before and not self._over.wait(INTERVAL_S):
                 pass
-            done = transfer(self._store, self._run_dir, self._fields, self._over, lambda: self._end)
+            done = transfer(self._store, self.run_dir, self.fields, self._over, lambda: self._end)
             if done.lacking():
                 self._fail(done.lacking())
         except Exception as error:  # none is worth a training run
@@ -174,20 +174,16 @@ class Mirror:
             self._store.give_up(kill=False)
 
 
-class Trackers:
-    """The trackers of a run: none, one or several. Ranks but the first have none."""
-
-    def __init__(self, open_ones: Sequence[Mirror] = ()) -> None:
-        self._open = tuple(open_ones)
-
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Wait for all at once, so that several dead ones cost no more than one."""
-        with ThreadPoolExecutor() as pool:
-            for tracker in self._open:
-                pool.submit(tracker.finish, summary, exit_code)
+def finish_all(mirrors: Sequence[Mirror], summary: dict[str, Any], exit_code: int) -> None:
+    """Wait for all at once, so that several dead ones cost no more than one."""
+    with ThreadPoolExecutor() as pool:
+        for one in mirrors:
+            pool.submit(one.finish, summary, exit_code)
 
 
-def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], None]) -> Trackers:
+def open_mirrors(
+    run_dir: Path, chosen: sections.Config, say: Callable[[str], None]
+) -> list[Mirror]:
     """Start mirroring the run of a folder, which has its config and its record.
 
     Return at once, before a tracker's package is even imported. A run that a tracker has already is
@@ -198,7 +194,7 @@ def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], N
     if settings.mode == "auto" and os.environ.get("WANDB_MODE") == "disabled":
         kinds = [kind for kind in kinds if kind != "wandb"]
     if not kinds:
-        return Trackers()
+        return []
     recorded = rundir.read_run(run_dir)
     fields = run_fields(run_dir, sections.plain(chosen), recorded)
     found = []
@@ -216,4 +212,4 @@ def open_trackers(run_dir: Path, chosen: sections.Config, say: Callable[[str], N
                     owe(run_dir, run_id)
                 continue
         found.append(Mirror(kind, settings, run_dir, named, say))
-    return Trackers(found)
+    return found

@@ -182,6 +182,8 @@ def _take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
                 line, complete = f"nothing to send, {settled}", not records.lost
             else:
                 line, complete = planned_line(records) if dry else upload_run(run, records, to)
+                if complete and records.lost:
+                    line, complete = f"{line}; not complete: it {records.lost}", False
             code = COMPLETE if complete else INCOMPLETE
     except LeftOut as reason:
         line, code = f"left out: {reason}", COMPLETE
@@ -205,7 +207,7 @@ def planned_line(records: _Records) -> tuple[str, bool]:
     if position and position.step >= 0:
         line += f"; those up to step {position.step:,} were handed to wandb before, and are sent "
         line += "if they did not arrive"
-    return _with_loss(line, records)
+    return line, True
 
 
 def upload_run(run: Path, records: _Records, to: str) -> tuple[str, bool]:
@@ -222,12 +224,6 @@ def upload_run(run: Path, records: _Records, to: str) -> tuple[str, bool]:
     if more > 0 and not records.lost:
         text = "rows that the run does not have (--new makes an exact copy)"
         line += f"; the tracker has {more:,} {text}"
-    return _with_loss(line, records)
-
-
-def _with_loss(line: str, records: _Records) -> tuple[str, bool]:
-    if records.lost:
-        return f"{line}; not complete: it {records.lost}", False
     return line, True
 
 

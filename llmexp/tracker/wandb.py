@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal
@@ -77,7 +76,13 @@ class Wandb(Store):
             temporary.mkdir(exist_ok=True)
             return self._init("online", temporary, UPLOAD_START_S, UPLOAD_FINISH_S)
         mode = os.environ.get("WANDB_MODE", "auto") if chosen.mode == "auto" else chosen.mode
-        files, limits = own_files(self._run_dir), (chosen.start_timeout_s, chosen.finish_timeout_s)
+        limits, given = (
+            (chosen.start_timeout_s, chosen.finish_timeout_s),
+            os.environ.get("WANDB_DIR"),
+        )
+        # an agent sets it to the current folder, which nobody asked for
+        unasked = not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd())
+        files = self._run_dir if unasked else Path(str(given))
         # Asked here, because wandb would prompt for a key on a terminal.
         self._online = mode in ("auto", "online") and has_login(server)
         if mode == "online" and not self._online:
@@ -119,15 +124,10 @@ class Wandb(Store):
         there = wandb.Settings.model_fields  # the x_ ones come and go between versions
         known = {key: value for key, value in wanted.items() if key in there}
         fields = self._fields
+        names = ("project", "entity", "name", "group", "tags", "notes", "config")
         return wandb.init(
-            project=fields.project,
-            entity=fields.entity,
-            name=fields.name,
-            group=fields.group,
+            **{name: getattr(fields, name) for name in names},
             job_type=fields.job_type or os.environ.get("WANDB_JOB_TYPE") or "train",
-            tags=fields.tags,
-            notes=fields.notes,
-            config=fields.config,
             id=fields.run_id,
             mode=mode,
             resume="allow",
@@ -221,17 +221,6 @@ def _with_maps(row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def own_files(run_dir: Path) -> Path:
-    """Return the folder for wandb's own files.
-
-    An agent sets WANDB_DIR to the current one, which nobody asked for.
-    """
-    given = os.environ.get("WANDB_DIR")
-    if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
-        return run_dir
-    return Path(given)
-
-
 def import_wandb(temporary: Path | None = None) -> Any:
     """Import wandb and return its settings.
 
@@ -279,22 +268,21 @@ def mark_runs(marks: dict[str, dict[str, Any]]) -> None:
     """
     import wandb
 
-    mark = partial(mark_run, wandb.Api(timeout=10))
+    api = wandb.Api(timeout=10)
+
+    def mark(path: str) -> None:
+        run = api.run(path)
+        there = dict(run.summary_metrics)
+        known = {key: value for key, value in marks[path].items() if value is not None}
+        stale = (marks[path].keys() - known) & there.keys()
+        for key in stale:
+            del run.summary[key]
+        if stale or known != {key: there.get(key) for key in known}:
+            run.summary.update(known)
+
     # not an executor: Python would wait for its threads at the end, whatever hangs
     with ThreadPool(AT_A_TIME) as pool:
-        pool.starmap(mark, marks.items(), chunksize=1)
-
-
-def mark_run(api: Any, path: str, marks: dict[str, Any]) -> None:
-    """Put values into the summary of a run, where it does not have them yet."""
-    run = api.run(path)
-    there = dict(run.summary_metrics)
-    known = {key: value for key, value in marks.items() if value is not None}
-    stale = (marks.keys() - known) & there.keys()
-    for key in stale:
-        del run.summary[key]
-    if stale or known != {key: there.get(key) for key in known}:
-        run.summary.update(known)
+        pool.map(mark, marks, chunksize=1)
 
 
 def has_login(settings: Any) -> bool:

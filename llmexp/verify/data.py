@@ -20,8 +20,8 @@ import torch
 from llmexp.config.sections import Config
 from llmexp.config.values import ConfigError
 from llmexp.data.beside import beside, digests_of, noted
+from llmexp.data.documents import Counts
 from llmexp.data.order import sequence_index
-from llmexp.data.records import Counts
 from llmexp.data.sampler import RankSlice, Sampler, read_windows
 from llmexp.data.stream import DataChanged, Shard, TokenStream
 from llmexp.data.text_bytes import known_documents

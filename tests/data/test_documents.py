@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.data.documents import read_documents
-from llmexp.data.records import Counts
+from llmexp.data.documents import Counts, read_documents
 from tests.conftest import TINY
 
 zstandard = pytest.importorskip("zstandard")

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import encode, shards, sniffing
+from llmexp.data.documents import Counts
 from llmexp.data.encode import BOUNDARY, split_text
-from llmexp.data.records import Counts
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
 from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.data.work import Source

@@ -16,8 +16,7 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data import hub, remote
-from llmexp.data.documents import read_documents
-from llmexp.data.records import Counts
+from llmexp.data.documents import Counts, read_documents
 from llmexp.data.stream import DataChanged
 from tests.conftest import TINY
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data.cache import cached
-from llmexp.data.records import Counts
+from llmexp.data.documents import Counts
 from llmexp.data.remote import RemoteCache
 from llmexp.data.sniffing import BOM
 from llmexp.data.sources.stdlib import stdlib

@@ -17,7 +17,7 @@ from llmexp.folders import rundir
 from llmexp.folders.rows import Rows, read_rows
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
-from llmexp.tracker.mirror import Mirror, Trackers
+from llmexp.tracker.mirror import Mirror, finish_all
 from tests.conftest import HANG_S, ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
@@ -204,5 +204,5 @@ def test_several_trackers_end_at_the_same_time():
         def finish(self, summary: dict[str, Any], exit_code: int) -> None:
             ended.append(both.wait())
 
-    Trackers([Waiting(), Waiting()]).finish({}, 0)
+    finish_all([Waiting(), Waiting()], {}, 0)
     assert sorted(ended) == [0, 1]

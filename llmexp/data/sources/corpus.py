@@ -14,10 +14,10 @@ from llmexp.config.values import ConfigError, Knob, knob, refuse, typed
 from llmexp.data.cache import cache_folder
 from llmexp.data.matching import left_out_text
 from llmexp.data.mixture import Mixture
-from llmexp.data.overlap import warnings_of
+from llmexp.data.prepared import StaleCache, prepare_sources, warnings_of
 from llmexp.data.remote import RemoteCache, match_places
 from llmexp.data.sources.settings import NAME, Knobs
-from llmexp.data.stored import SourceShards, StaleCache, prepare_sources
+from llmexp.data.stored import SourceShards
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import TRAIN, Source, refuse_shared_files, works_of

@@ -14,11 +14,10 @@ from llmexp.data.cache import cache_folder
 from llmexp.data.files import files_fingerprint
 from llmexp.data.matching import left_out_text
 from llmexp.data.order import sequence_index
-from llmexp.data.overlap import warnings_of
+from llmexp.data.prepared import prepare_sources, warnings_of
 from llmexp.data.remote import RemoteCache
 from llmexp.data.sources.settings import Knobs
 from llmexp.data.sources.shares import match_both, shared_tokens
-from llmexp.data.stored import prepare_sources
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.work import TRAIN, Source, works_of

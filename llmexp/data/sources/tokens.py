@@ -10,12 +10,11 @@ from llmexp.config.values import choice, refuse
 from llmexp.data.beside import refuse_tokenizer
 from llmexp.data.cache import cache_folder, cached
 from llmexp.data.files import allow_open_files, files_fingerprint
-from llmexp.data.labels import add_labels
 from llmexp.data.matching import left_out_text
 from llmexp.data.sources.settings import Knobs
 from llmexp.data.sources.shares import match_both, shared_tokens
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
-from llmexp.data.token_files import documents_of, open_all
+from llmexp.data.token_files import add_labels, documents_of, open_all
 from llmexp.data.tokenizers.base import Tokenizer
 
 FlatType = Annotated[
@@ -68,7 +67,6 @@ def tokens(
     cached(cache, "ids", [vocab_size, [a.dtype.str for a in arrays.values()]], [*arrays], scan)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
     labels = add_labels(marked, streams, paths, arrays, cache)
-
     if len(streams) > 1:
         train, val = streams[0].part(0, max_tokens or len(streams[0])), streams[1]
     else:

@@ -117,8 +117,7 @@ class HuggingFaceTokenizer:
         self.exact_bytes = keeps_bytes(self)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [one.ids for one in found]
+        return [one.ids for one in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,23 +1,50 @@
-"""Count the documents of a validation set that are trained on, by the digests beside the shards.
+"""The token shards of sources, written where the cache has none; documents that two of them share.
 
-No text is read. The digests of at most LOOKED_AT training documents are, once for a set: the counts
-are kept in the cache.
+No text is read for these but digests beside the shards, of at most LOOKED_AT training documents,
+once for a validation set: the counts are kept in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import numpy as np
 
 from llmexp.data.beside import beside, digests_of
-from llmexp.data.cache import cached
+from llmexp.data.cache import building, cached
 from llmexp.data.remote import RemoteCache
-from llmexp.data.stored import SourceShards
-from llmexp.data.work import TRAIN
+from llmexp.data.stored import SourceShards, open_shards
+from llmexp.data.work import TRAIN, Work
 
 LOOKED_AT = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
+
+
+class StaleCache(Exception):
+    """Report that remembered answers of a bucket or the hub describe shards that are missing."""
+
+
+def prepare_sources(
+    works: Iterable[Work], remote: RemoteCache
+) -> tuple[dict[str, SourceShards], dict[str, SourceShards]]:
+    """Return the shards of sources by name: of those to train on, and of validation sets.
+
+    They are written where the cache has none. Raises ConfigError, and StaleCache.
+    """
+    ready, held_out = dict[str, SourceShards](), dict[str, SourceShards]()
+    for work in works:
+        found = open_shards(work)
+        if found is None:
+            if work.source.key in remote.remembered:
+                raise StaleCache
+            from llmexp.data.shards import write_source
+
+            with building(work.folder, remote.cache):
+                found = open_shards(work) or write_source(
+                    work, remote.cache
+                )  # another process was faster
+        (held_out if work.source.held_out else ready)[work.source.name] = found
+    return ready, held_out
 
 
 def warnings_of(
