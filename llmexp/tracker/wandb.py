@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import hashlib
 import os
@@ -291,10 +292,16 @@ def has_login(settings: Any) -> bool:
 
 
 def may_have_login() -> bool:
-    """Return the same without importing wandb; also where it has files of settings, as it may."""
-    folders = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"), Path("wandb")
-    known = any((folder.expanduser() / "settings").exists() for folder in folders)
-    return known or _knows(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+    """Return the same without importing wandb, from the files of settings that it would read."""
+    found = {"base_url": "https://api.wandb.ai"}
+    here = ".wandb" if Path(".wandb").exists() else "wandb"
+    for folder in (os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", here):
+        parser = configparser.ConfigParser()
+        with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError, configparser.Error):
+            parser.read(Path(folder, "settings").expanduser())
+            found |= parser.items("default")
+    server = os.environ.get("WANDB_BASE_URL") or found["base_url"]
+    return bool(found.get("api_key")) or _knows(server)
 
 
 def _knows(server: str) -> bool:

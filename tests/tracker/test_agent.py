@@ -119,7 +119,10 @@ def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_without_a_login_wandb_is_not_started_and_sync_sends_it_later(tmp_path: Path) -> None:
+    """A file of wandb's settings that names no key is no login."""
     nobody = {"WANDB_MODE": "", "HOME": str(tmp_path), "NETRC": ""}
+    nobody["WANDB_CONFIG_DIR"] = str(tmp_path)
+    (tmp_path / "settings").write_text("[default]\nentity = someone\n")
     done = llmexp("train", *QUICK, "hydra.run.dir=run", cwd=tmp_path, **nobody)
     assert done.code == 0, done.err
     assert "llmexp sync run\n" in done.out

@@ -1,4 +1,4 @@
-"""What a run is called in wandb, and the position of its mirror. No wandb here."""
+"""What a run is called in wandb, where a login is found, and the position of its mirror."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -81,10 +82,33 @@ def test_where_a_login_is_found(tmp_path, monkeypatch, env, netrc, settings_key,
     settings = SimpleNamespace(base_url="https://api.wandb.ai", api_key=settings_key)
     assert has_login(settings) is expected
     assert may_have_login() is (expected and settings_key is None)
-    own = tmp_path / ".config" / "wandb" / "settings"
-    own.parent.mkdir(parents=True)
-    own.write_text("[default]\n")
-    assert may_have_login()  # it may name a key, or another server
+
+
+@pytest.mark.parametrize("folder", [".config/wandb", "wandb", ".wandb"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ("no settings", False),
+        ("[default]\nentity = me\nmode = online\n", False),
+        (f"[default]\napi_key = {KEY}\n", True),
+        ("[default]\nbase_url = https://other.host\n", True),
+    ],
+)
+def test_files_of_settings_give_a_login_where_wandb_finds_one(
+    tmp_path, monkeypatch, folder, text, expected
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("WANDB_") or n == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text(f"machine other.host\n  login user\n  password {KEY}\n")
+    file = tmp_path / folder / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    settings = wandb.Settings(settings_system=str(tmp_path / ".config/wandb/settings"))
+    settings.update_from_system_settings()
+    assert may_have_login() is has_login(settings) is expected
 
 
 def test_both_configs_have_what_a_later_upload_uses() -> None:
