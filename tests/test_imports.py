@@ -42,13 +42,20 @@ for make in (adamw.adamw, sgd.sgd, muon.muon, lion.lion):
         optimizer.load_state_dict(optimizer.state_dict())
     updating.update(optimizers, torch.tensor(False))
     optimizers[0].zero_grad()
-none_of("torch._dynamo")
+from llmexp.models.llama import Llama
+from llmexp.train.assembly.assemble import assemble
+from tests.tools import composed
+model = Llama(9, 4, d_model=8, n_heads=1, n_kv_heads=1, n_layers=1, d_ff=8, n_experts=2, d_expert=8)
+model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+own = ["~model", "+model={_target_: own.nets.Bigram, vocab_size: null}"]
+assemble(composed(*own, *(text for text in overrides if not text.startswith("model"))))
+none_of("torch._dynamo", "sympy")
 """
 
 
-def test_commands_and_optimizers_import_no_more_than_they_need(tmp_path):
+def test_commands_models_and_optimizers_import_no_more_than_they_need(tmp_path):
     script = STARTS.replace("[OVERRIDES]", repr([*TINY, *DATA]))
-    env = environment(PYTHONPATH=PATHS)
+    env = environment(PYTHONPATH=PATHS, LLMEXP_ALLOW="own")
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True)
 
 

@@ -325,7 +325,8 @@ def embedding(count: int, width: int) -> nn.Embedding:
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Replace parameters on the meta device by ones with memory but without values, buffers by 0.
 
-    Each rank gets its parts alone of those that are split. (`to_empty` imports sympy.)
+    Each rank gets its parts alone of those that are split. (`to_empty` and `zeros_like` would
+    import sympy.)
     """
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
@@ -340,7 +341,8 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, nn.Parameter(values))
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:  # ours begin at 0
-                module.register_buffer(name, torch.zeros_like(buffer, device=device))
+                zeros = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                module.register_buffer(name, zeros)
 
 
 def in_one_product(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llmexp.config.values import refuse
 from llmexp.models.common import Weights
 from llmexp.models.operands import autocast_dtype
-from llmexp.models.planned import bodies, has_values, kind_of
+from llmexp.models.planned import bodies, has_values, kind_of, operation
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _counted(body: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-@torch.library.custom_op("llmexp::sent", mutates_args=())
+@operation
 @_counted
 def sent(
     x_nd: Tensor,
@@ -270,7 +270,7 @@ def sent(
     return _summed(weighted_md, places_m, k).to(x_nd.dtype), gate_mf, up_mf
 
 
-@torch.library.custom_op("llmexp::sent_backward", mutates_args=())
+@operation
 @_counted
 def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     gradient_nd: Tensor,
@@ -320,22 +320,22 @@ def _summed(of_md: Tensor, places_m: Tensor, k: int) -> Tensor:
     return F.embedding_bag(places_m.view(-1, k), of_md, mode="sum")
 
 
-@sent.register_fake
+@torch.library.register_fake(sent)
 def _(x_nd: Tensor, weights_nk: Tensor, gate_efd: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     made = (x_nd.new_empty(weights_nk.numel(), gate_efd.shape[1]) for _ in range(2))
     return torch.empty_like(x_nd), *made
 
 
-@sent_backward.register_fake
+@torch.library.register_fake(sent_backward)
 def _(gradient_nd: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, given[:5]))
 
 
-@register_flop_formula(torch.ops.llmexp.sent)
+@register_flop_formula(sent.overloadpacket)
 def _(x_nd: Any, *given: Any, out_shape: Any) -> int:
     return 6 * x_nd[1] * math.prod(out_shape[1])
 
 
-@register_flop_formula(torch.ops.llmexp.sent_backward)
+@register_flop_formula(sent_backward.overloadpacket)
 def _(gradient_nd: Any, *given: Any, out_shape: Any) -> int:
     return 12 * gradient_nd[1] * math.prod(given[-1])

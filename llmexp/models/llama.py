@@ -24,6 +24,7 @@ from llmexp.models import common
 from llmexp.models.common import Block, LanguageModel, check_divides, embedding
 from llmexp.models.documents import KVCache, within
 from llmexp.models.operands import Spread, products
+from llmexp.models.planned import operation
 from llmexp.models.settings import Knobs
 
 
@@ -76,7 +77,7 @@ def rope_tables(
     return cos_tk, sin_tk
 
 
-@torch.library.custom_op("llmexp::turns", mutates_args=())
+@operation
 def turns(length: int, frequencies_k: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and sine (t, 2k) of each position times each frequency, twice side by side.
 
@@ -90,7 +91,7 @@ def turns(length: int, frequencies_k: Tensor) -> tuple[Tensor, Tensor]:
     return angles_tk.cos(), angles_tk.sin()
 
 
-@turns.register_fake
+@torch.library.register_fake(turns)
 def _(length: int, frequencies_k: Tensor) -> tuple[Tensor, Tensor]:
     shape = length, 2 * len(frequencies_k)
     return frequencies_k.new_empty(shape), frequencies_k.new_empty(shape)

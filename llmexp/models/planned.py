@@ -41,3 +41,15 @@ def planned_for(kind: str, memory: float) -> Iterator[None]:
         yield
     finally:
         _planned.pop()
+
+
+def operation(body: Callable[..., Any]) -> Any:
+    """Return what calls a function as one operation, which compilers and plans do not look into.
+
+    The first call of one by torch.library.custom_op would import torch._dynamo, for a second.
+    """
+    name = f"llmexp::{body.__name__}"
+    schema = torch.library.infer_schema(body, mutates_args=())
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", body)
+    return getattr(torch.ops.llmexp, body.__name__).default

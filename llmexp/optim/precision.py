@@ -69,6 +69,12 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def _deterministic() -> tuple[bool, bool]:
+    """Return whether only deterministic algorithms are taken, and whether others are a warning."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warn_only
+
+
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
     """Put back what `apply` and `make_deterministic` change, for a process that lives on."""
@@ -76,8 +82,7 @@ def settings_kept() -> Iterator[None]:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (
         os.environ.get(name),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        _deterministic(),
         uninitialized.fill_uninitialized_memory,  # type: ignore[attr-defined]
         torch.backends.cuda.cudnn_sdp_enabled(),
         cudnn.benchmark,
@@ -88,10 +93,11 @@ def settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        workspace, enabled, warn_only, filled, sdp, benchmark, *tf32 = before
+        workspace, deterministic, filled, sdp, benchmark, *tf32 = before
         if workspace is None:
             os.environ.pop(name, None)
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if deterministic != _deterministic():  # it imports torch._inductor, for a second
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         uninitialized.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(sdp)
         cudnn.benchmark = benchmark

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from llmexp import mesh
 from llmexp.checkpoint.slices import TYPES, piece_of
@@ -188,9 +189,24 @@ def draws_by_blocks(section: Plain) -> bool:
     return is_ours(target) and target != TRANSFORMERS
 
 
+class _Undrawn(TorchFunctionMode):
+    """Skip `normal_` where there are no values: it would import torch._dynamo, for a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensor = next(iter([*args, *(kwargs or {}).values()]), None)
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            # torch refuses to change a parameter in sight of autograd
+            seen = tensor.requires_grad and torch.is_grad_enabled()
+            if func is nn.init.normal_ or (func is torch.Tensor.normal_ and not seen):
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
 def build_on_meta(section: Plain, kind: str, end: int | None) -> nn.Module:
     """Build the model of a section without memory. Raises ConfigError."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         return build_model(section, kind, end)
 
 
