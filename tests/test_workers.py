@@ -171,3 +171,7 @@ def test_other_environments_have_other_templates_and_at_last_fresh_processes():
     most = workers._MOST - len({os.environ["OMP_NUM_THREADS"]} - set("1234"))
     assert kinds == [True] * most + [False] * (4 - most)
     assert whys == ["4 other environments have templates"] * (4 - most)
+    # what torch sets once its compiler is imported makes no other environment
+    process = started("0", env=environment(TORCHINDUCTOR_CACHE_DIR="/elsewhere"))
+    assert (process.wait(), workers.why_fresh(process)) == (0, None)
+    process.stdout.close()

@@ -45,7 +45,7 @@ from llmexp.system.child import (
 from llmexp.system.devices import Device, device_called
 from llmexp.system.redact import redacted
 from llmexp.system.text import gib
-from llmexp.system.workers import start_worker, warm
+from llmexp.system.workers import keep_template, start_worker, warm
 from llmexp.train.assembly.assemble import Parts, assemble
 
 _KEY = "batch.micro_batch_size"
@@ -324,7 +324,9 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         try:
             config, run, ranks = build(request["config"]), request.get("run"), None
-            if run is not None:
+            if run is None:
+                keep_template()
+            else:
                 ranks = AllRanks(Path(run), config.parallelism.start_timeout_s)
             size = with_size(config, ranks).batch.micro_batch_size
             found: dict[str, Any] = {"micro_batch_size": size}

@@ -34,7 +34,6 @@ from llmexp.system.child import (
     hand_over,
     how_it_died,
     kill_family,
-    start,
 )
 from llmexp.system.workers import start_worker
 from llmexp.train import group
@@ -131,7 +130,9 @@ def memory_of_rank(parts: Parts) -> float | None:
 def choosing(request: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """Start the process that chooses what to try; end it if it is not through."""
     pipe = subprocess.PIPE
-    chooser: subprocess.Popen[str] = start(CHOOSER, stdin=pipe, stdout=pipe, text=True)
+    chooser: subprocess.Popen[str] = start_worker(
+        "", module=CHOOSER, stdin=pipe, stdout=pipe, text=True
+    )
     try:
         hand_over(chooser, request)
         yield chooser

@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 from llmexp.system import child
 
 # Variables that nothing reads as it is imported, as LLMEXP_*: workers of a template may differ in
-# them.
+# them. torch sets the last one where something imports its compiler.
 _OWN = (
     "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "PWD",
+    "MASTER_PORT", "PWD", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 # What every run imports later: at its first loss, and as it saves.
 _LATER = ("torch.utils.serialization.config", "numpy.ma")
