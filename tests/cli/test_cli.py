@@ -371,14 +371,6 @@ def test_a_signal_before_training(tmp_path, moment, number):
     assert not (tmp_path / "run").exists()
 
 
-def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
-    process = start("train", *RUN, "train.max_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not session(process.pid))
-
-
 def test_a_tokenizer_is_trained_and_used(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text('{"text": "so many words, so little time"}\n' * 40)
