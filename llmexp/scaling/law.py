@@ -241,7 +241,10 @@ class Surface(Law):
         self.span = min(found), max(found)  # log compute
         largest = math.exp(self.span[1]), f"largest {self.rungs[-1].what}"
         self.ends = (float(self.x.min()), "smallest run"), largest
-        self._compute = self.span[1] if target is None else math.log(target)
+
+    @property
+    def _compute(self) -> float:
+        return self.span[1] if self.target is None else math.log(self.target)
 
     @cached_property
     def exponent(self) -> Estimate:

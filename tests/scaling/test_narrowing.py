@@ -44,6 +44,13 @@ def test_the_next_rung_of_a_ladder(tmp_path, capsys):
     assert told["train.max_flops"][1] < told["train.seed"][1]
 
 
+def test_it_narrows_the_loss_at_ten_times_the_largest_budget(tmp_path):
+    """Where no --predict is given."""
+    why = llmexp.next_step(as_sweep(isoflop(tmp_path / "a"), *SWEPT)).why
+    there = re.search(r"narrows the val loss at (\S+) FLOPs most", why)
+    assert float(there[1]) == pytest.approx(10 * max(BUDGETS), rel=0.01)
+
+
 def test_at_the_edge_it_is_the_next_size(tmp_path):
     folder = as_sweep(isoflop(tmp_path / "a", blocks=BLOCKS[2:], budgets=EARLY), *SWEPT)
     step = llmexp.next_step(folder)
