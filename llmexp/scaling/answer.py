@@ -76,22 +76,22 @@ def fit(
     if form == "power" and "N" in at:
         text = "is of a surface; a power law takes one number"
         raise ConfigError("conflict", f"--predict {predict}: {text}")
-    place = (at["N"], at["D"]) if "N" in at else None
-    answer = Fits(form or "surface", counted, [])
-    refused, left = list[ConfigError](), list[str]()
+    place, target = (at["N"], at["D"]) if "N" in at else None, at.get("")
+    answer, refused = Fits(form or "surface", counted, []), list[ConfigError]()
     for ladder, axis in zip(found, axes, strict=True):
         seed = len(answer.laws)  # or ladders of equally many runs would share their draws
         try:
-            if form == "power":
-                answer.laws.append(Power(ladder, counted, axis or "flops", at.get(""), seed))
-            else:
-                answer.laws.append(Surface(ladder, counted, at.get(""), seed, place))
+            answer.laws.append(
+                Power(ladder, counted, axis or "flops", target, seed)
+                if form == "power"
+                else Surface(ladder, counted, target, seed, place)
+            )
         except ConfigError as error:
             refused.append(error)
-            left.append(f"{error} (left out: {listed([p.name for p in ladder.points])})")
+            problems.append(f"{error} (left out: {listed([p.name for p in ladder.points])})")
     if not answer.laws:
         raise refused[0]
-    answer.problems = (*problems, *left)
+    answer.problems = tuple(problems)
     if answer.surfaces and not answer.surfaces[0].edge:  # at an edge a frontier is a guess
         answer.gains = [gain(answer.surfaces[0], s) for s in answer.surfaces[1:] if not s.edge]
     return answer

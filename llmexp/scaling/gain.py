@@ -39,8 +39,7 @@ def gain(baseline: Surface, change: Surface, points: int = 9) -> Gain:
 
     def needs(compute: float) -> np.ndarray:
         """Return the log ratios of compute at equal loss: of the fits, then of their draws."""
-        losses = baseline.frontier.losses(compute)
-        return change.frontier.compute(losses, compute) - compute
+        return change.frontier.compute(baseline.frontier.losses(compute), compute) - compute
 
     def need(compute: float) -> Need:
         ratio = Estimate.of(needs(compute))
@@ -56,6 +55,5 @@ def gain(baseline: Surface, change: Surface, points: int = 9) -> Gain:
             moved = Estimate.of(np.nan_to_num(needs(last) - needs(common)), log=False)
         if not moved.low <= 0 <= moved.high:  # all but 5 % of the draws agree
             trend = "shrinks" if (moved.low > 0) == (last > common) else "grows"
-    steps = np.linspace(min(first, common), max(common, last), points)
-    curve = [need(float(c)) for c in steps]
+    curve = [need(float(c)) for c in np.linspace(min(first, common), max(common, last), points)]
     return Gain(change.ladder.name, baseline.ladder.name, need(common), further, trend, curve)

@@ -94,8 +94,9 @@ def law_points(records: Sequence[Record]) -> tuple[dict[Record, LawPoint], dict[
     out: dict[str, list[str]] = defaultdict(list)
     found = {}
     for r in records:
-        if (reason := _unfit(r)) or (point := _point(r)) is None:
-            out[reason or "without size, tokens or val loss"].append(r.name)
+        point = _point(r)
+        if isinstance(point, str):
+            out[point].append(r.name)
         else:
             found[r] = point
     for reason, of in (("another validation text", task), ("another tokenizer", tokenizer_sha)):
@@ -105,24 +106,22 @@ def law_points(records: Sequence[Record]) -> tuple[dict[Record, LawPoint], dict[
     return found, dict(out)
 
 
-def _unfit(r: Record) -> str:
-    """Return why a run is no point; empty where it may be one."""
+def _point(r: Record) -> LawPoint | str:
+    """Return a run as a point, or why it is none."""
     if r.config.get(TWIN):
         return "a twin of another run"
     if r.state != "finished":
         return r.state
     if r.rung is not None:
         return "left out by successive halving"
-    return broken(r)
-
-
-def _point(r: Record) -> LawPoint | None:
+    if why := broken(r):
+        return why
     losses = figures(r, "tokens", None)
     loss = losses.get("val/loss")
     tokens = r.facts.get("max_tokens") or losses.get("tokens_seen")
     sizes = {c: n for c, key in COUNTS.items() if (n := r.facts.get(key))}
     if not loss or loss <= 0 or not tokens or not sizes:
-        return None
+        return "without size, tokens or val loss"
     per_token = r.facts.get("flops_per_token") or 6 * sizes.get("head", max(sizes.values()))
     values = {**{k: v for k, v in r.facts.items() if number(v) is not None}, **r.config}
     return LawPoint(r.name, sizes, tokens, per_token * tokens, loss, values, r)
@@ -164,8 +163,8 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
         text += "one of the first two; for example a first line N,D,loss"
         raise ConfigError("bad_data", f"{where}: {text}")
     texts = {k for line in lines for k, v in line.items() if isinstance(v, str)}
-    words = [k for k in keys if k in texts]
-    words = [k for k in words if 1 < len({line.get(k) for line in lines}) <= len(lines) / 2]
+    several = {k for k in texts if 1 < len({line.get(k) for line in lines}) <= len(lines) / 2}
+    words = [k for k in keys if k in several]
     found: dict[str, Ladder] = {}
     out: dict[str, list[str]] = defaultdict(list)
     for run, line in zip(runs, lines, strict=True):
@@ -179,29 +178,26 @@ def of_others(given: Any, runs: Sequence[OtherRun], figure: str | None) -> list[
     if not found:
         text = "has no line of numbers above 0; a line is a run: 1e6,2e7,3.1"
         raise ConfigError("bad_data", f"{where}: {text}")
-    notes = list[Note]()
+    ladders = list(found.values())
     more = [k for k in keys if k.lower().endswith("loss") and k not in columns.values()]
     if more and not asked:
-        notes.append(
-            ("Figure", f"{figure}, not {listed(more)}; chosen by its name, as no --figure is given")
-        )
+        text = f"{figure}, not {listed(more)}; chosen by its name, as no --figure is given"
+        ladders[0].notes.append(("Figure", text))
     if is_table(given):
-        notes += _folded(runs, columns.get("N"), where)
-    next(iter(found.values())).notes += notes
-    return list(found.values())
+        ladders[0].notes += _folded(runs, columns.get("N"), where)
+    return ladders
 
 
 def _folded(runs: Sequence[OtherRun], size: str | None, where: Path) -> Iterator[Note]:
     """Say which lines of a table were taken as looks at one run.
 
     Raises ConfigError where they are of several sizes."""
-    count = sum(len(run.rows) for run in runs)
     way = "to have each line be a run, leave out the column of names"
     for run in runs:
         if len({row.get(size) for row in run.rows} - {None}) > 1:
             text = f"has several values of {size}, and a run has one; {way}"
             raise ConfigError("bad_data", f"{where}: {run.name}: {text}")
-    if count > len(runs):
+    if (count := sum(len(run.rows) for run in runs)) > len(runs):
         lines = f"{plural(count, 'line')} of {plural(len(runs), 'run')}"
         yield "Lines", f"{lines}, each a point at its last; {way}"
 
@@ -236,11 +232,8 @@ def ladders(
     and the model's sizes make none. `axis`: a knob that a law is to be over. `figure`: the
     loss of runs of others; `chosen`: which runs of wandb are taken.
     """
-    found: list[Ladder] = []
-    seen: set[Any] = set()
-    runs: dict[Path, tuple[Path, SweepFolder]] = {}
-    places: dict[Path, Path] = {}
-    problems: list[str] = []
+    found, seen, problems = list[Ladder](), set[Any](), list[str]()
+    runs, places = dict[Path, tuple[Path, SweepFolder]](), dict[Path, Path]()
     for given in paths:
         names = [] if hasattr(type(given), "columns") else paths_of(given)
         for path in names if any(map(is_table, names)) else [given]:
@@ -262,21 +255,18 @@ def ladders(
     settings = _settings(list(points), axis)
     groups = _apart(settings, places)
     origins = [places[group[0].path] for group in groups]
-    named = _names(groups, settings, origins)
-    for name, group, origin in zip(named, groups, origins, strict=True):
+    for name, group, origin in zip(_names(groups, settings, origins), groups, origins, strict=True):
         held = [r for r in group if not decayed(r)]
         if 0 < len(held) < len(group):  # a loss before the decay is no loss of such a budget
             out[UNDECAYED] = [r.name for r in held]
             group = [r for r in group if r not in held]
-        ladder = Ladder(name, [], out, origin=origin)
-        found.append(_ladder(ladder, group, points, axis))
+        found.append(_ladder(Ladder(name, [], out, origin=origin), group, points, axis))
         out = {}
     if not found:
         why = "; ".join(f"{listed(names)}: {reason}" for reason, names in out.items())
         text = f"there is no run to fit{f' ({why})' if why else ''}"
-        raise ConfigError(
-            "cannot_fit", "\n".join([*problems, f"{text}; for example llmexp fit outputs/default"])
-        )
+        text = "\n".join([*problems, f"{text}; for example llmexp fit outputs/default"])
+        raise ConfigError("cannot_fit", text)
     _tell_apart(found)
     return found, problems
 
@@ -369,7 +359,6 @@ def _ladder(
     best = [min(cell, key=lambda g: sum(p.loss for p in g) / len(g)) for cell in cells]
     ladder.points = [p for group in best for p in group]
     if others := len(groups) - len(cells):
-        ladder.notes.append(
-            ("Not the best of their size and length", f"{plural(others, 'other setting')}")
-        )
+        note = "Not the best of their size and length", plural(others, "other setting")
+        ladder.notes.append(note)
     return ladder

@@ -277,8 +277,7 @@ class Surface(Law):
         """Return the loss at `place`; None without one."""
         if self.place is None:
             return None
-        x = np.log(self.place)[:, None]
-        return Estimate.of(log_losses(self.ensemble.laws, x)[:, 0])
+        return Estimate.of(log_losses(self.ensemble.laws, np.log(self.place)[:, None])[:, 0])
 
     def optimum(self, compute: float, runs: Sequence[int] | np.ndarray = ()) -> Optimum:
         """Return the best at log compute, beside the runs of that rung."""
@@ -313,11 +312,9 @@ class Surface(Law):
         c, of_budget = self.span[1], self.rungs[-1].what == "budget"
         ratios = np.log(self.tokens / self.sizes)[self.last if of_budget else slice(None)]
         best = Estimate.of(self.frontier.tokens(c) - self.frontier.sizes(c), log=False)
-        beyond = {
-            "smaller": max(best.value, best.high) > ratios.max(),
-            "larger": min(best.value, best.low) < ratios.min(),
-        }
-        return " and ".join(word for word, true in beyond.items() if true)
+        smaller = bool(max(best.value, best.high) > ratios.max())
+        larger = bool(min(best.value, best.low) < ratios.min())
+        return " and ".join(["smaller"] * smaller + ["larger"] * larger)
 
     @cached_property
     def other_counts(self) -> dict[str, Estimate]:
@@ -378,13 +375,13 @@ class Power(Law):
     ) -> None:
         self.axis, self.count, self.target = by, count, target
         points = _lowest(ladder, count) if by == "flops" else ladder.points
-        found = [(x, p.loss, i) for i, p in enumerate(points) if (x := p.along(by, count) or 0) > 0]
-        found.sort()
+        found = sorted((p.along(by, count) or 0, p.loss, i) for i, p in enumerate(points))
+        found = [one for one in found if one[0] > 0]
         self.x = np.array([x for x, _, _ in found])
-        more = "more budgets" if by in OWN_AXES else f"more of {by}"
-        need = f"train {more}, or give the paths of more runs"
+        need = f"train more {'budgets' if by in OWN_AXES else f'of {by}'}"
+        need += ", or give the paths of more runs"
         super().__init__(ladder, [points[i] for _, _, i in found], np.log([self.x]), seed, need)
-        first, last = float(self.x[0]), float(self.x[-1])
+        first, *_, last = self.x.tolist()
         self.last = np.flatnonzero(self.x == last)
         self.ends = (first, f"smallest {by}"), (last, f"largest {by}")
 
@@ -415,8 +412,8 @@ class Power(Law):
     @cached_property
     def places(self) -> list[_Place]:
         """Return the places of the runs."""
-        at = [(x, np.log(self.losses[self.x == x])) for x in sorted(set(self.x.tolist()))]
-        return [_Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at]
+        at = {x: np.log(self.losses[self.x == x]) for x in self.x.tolist()}
+        return [_Place(x, len(v), math.exp(v.mean()), self.loss_at(x)) for x, v in at.items()]
 
     @cached_property
     def predicted(self) -> Any:

@@ -75,24 +75,20 @@ def rung(c: Result, predict: float | str | None = None) -> Step | None:
         sizes = [one for one in found if one.key == size[0]]
         beyond = [one for one in sizes if (one.value > smallest) == larger]
         best = (beyond or [one for one in found if one.key == budget[0]])[0]
-        why = "the best size may lie outside the sizes tried"
-        why += f": widen to {s.edge} N" if beyond else (
-            f", but {size[0]} can go no smaller than {smallest:g}; a larger budget has a larger "
-            "best size"
-        )  # fmt: skip
+        way = f"but {size[0]} can go no smaller than {smallest:g}; a larger budget has a larger "
+        way = f": widen to {s.edge} N" if beyond else f", {way}best size"
+        why = f"the best size may lie outside the sizes tried{way}"
     words = {}
     for one, width in zip(found, widths, strict=True):
         flops = one.runs * float(np.exp(one.tokens + s.frontier.price.at(one.sizes)).mean())
         words[one] = f"{one.given} to about ±{width:.2g} for {flops_text(flops)} FLOPs"
     why += f" (its interval is ±{half:.2g}): {'; '.join([words.pop(best), *words.values()])}."
-    words_of_step = ("resume", str(known.sweep.path), best.given)
-    each = float(np.exp(best.tokens).mean())
-    return known.costed("rung", why, words_of_step, best.runs, each)
+    command = ("resume", str(known.sweep.path), best.given)
+    return known.costed("rung", why, command, best.runs, float(np.exp(best.tokens).mean()))
 
 
 def _values(c: Result, key: str) -> list[float]:
-    found = {number(r.config.get(key)) for r in c.taking_part}
-    return sorted(v for v in found if v)
+    return sorted(v for v in {number(r.config.get(key)) for r in c.taking_part} if v)
 
 
 def _candidates(s: Surface, known: Known, budget: str, size: str) -> list[Candidate]:

@@ -62,13 +62,10 @@ def _sections(a: Fits) -> Iterator[Section]:
         colours = ["transparent"] * len(first.cells)
         if isinstance(law, Surface) and len(law.rungs) <= len(colours):
             colours[: len(law.rungs)] = palette(len(law.rungs))
-        rows = [
-            Row(colour, name, [Cell(k.cells[i], k.values[i]) for k in others])
-            for i, (colour, name) in enumerate(zip(colours, first.cells, strict=True))
-        ]
+        cells = map(list, zip(*(map(Cell, k.cells, k.values) for k in others), strict=True))
+        rows = list(map(Row, colours, first.cells, cells))
         title = law.ladder.name if len(a.laws) > 1 else "Figures"
-        heads = [k.title for k in (first, *others)]
-        yield Section(f"table-{number}", title, (), heads, rows)
+        yield Section(f"table-{number}", title, (), [k.title for k in (first, *others)], rows)
 
 
 def _losses(axis: str, laws: Sequence[Law]) -> Plot:
@@ -87,14 +84,8 @@ def _losses(axis: str, laws: Sequence[Law]) -> Plot:
         "interval. A star: the prediction."
     )
     x = [v for law in laws for v in (*law.x, law.target or law.x[0])]
-    title = f"loss over {text(axis)}"
-    return _plot(
-        f"law-{axis}", title, traces, caption, _log(x, axis), _loss(laws[0]) | {"type": "log"}
-    )
-
-
-def _loss(law: Law) -> dict[str, str]:
-    return {"title_text": law.ladder.loss}
+    y = {"title_text": laws[0].ladder.loss, "type": "log"}
+    return _plot(f"law-{axis}", f"loss over {text(axis)}", traces, caption, _log(x, axis), y)
 
 
 def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
@@ -112,17 +103,16 @@ def _isoflops(s: Surface, beside: Parabolas | None) -> Plot:
         law = s.at(x, rung.compute - s.frontier.price.at(x))
         traces.append(_line(np.exp(x), law, colour, name))
         if best.flops in curves:
-            parabola = np.polyval(curves[best.flops], x)
-            traces.append(_line(np.exp(x), parabola, colour, name, "dot"))
+            law = np.polyval(curves[best.flops], x)
+            traces.append(_line(np.exp(x), law, colour, name, "dot"))
         if not s.edge:
             traces.append(_star(best.parameters, best.loss.value, "best size", colour, name))
     caption = (
         "Dots: runs, a colour for each budget. Lines: the law; a star is its best size, with the "
         "95 % interval. Dotted: the parabola of the budget."
     )
-    return _plot(
-        "isoflop", "loss over size", traces, caption, _log(s.sizes, "parameters"), _loss(s), s
-    )
+    axes = _log(s.sizes, "parameters"), {"title_text": s.ladder.loss}
+    return _plot("isoflop", "loss over size", traces, caption, *axes, s)
 
 
 def _contours(s: Surface) -> Plot:
@@ -132,14 +122,13 @@ def _contours(s: Surface) -> Plot:
     z = s.at(sizes.ravel(), tokens.ravel()).reshape(CURVE, CURVE)
     rungs = zip(s.rungs, palette(len(s.rungs)), strict=True)
     of_runs = {i: colour for rung, colour in rungs for i in rung.runs}
-    colours = [of_runs.get(i, GREY) for i in range(len(s.sizes))]
     traces = [
         go.Contour(
             x=np.exp(x), y=np.exp(y), z=z, ncontours=16, showscale=False, line_width=1,
             contours={"coloring": "lines", "showlabels": True, "labelfont": {"size": 10}},
             colorscale=[[0, GREY], [1, GREY]], hoverinfo="skip",
         ),
-        _marks(s.tokens, s.sizes, _names(s), colours),
+        _marks(s.tokens, s.sizes, _names(s), [of_runs.get(i, GREY) for i in range(len(s.sizes))]),
     ]  # fmt: skip
     if not s.edge:
         c, f = np.linspace(*s.span, FRONT), s.frontier

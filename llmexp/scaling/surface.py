@@ -95,8 +95,7 @@ def refine(
     going, diagonal = np.arange(len(laws)), np.arange(laws.shape[1])
     for _ in range(most):
         by = slopes(laws[going], x)
-        size = np.maximum(np.abs(rest[going]), 1e-300)
-        weighted = by * np.minimum(1, delta / size)[:, None, :]
+        weighted = by * np.minimum(1, delta / np.maximum(np.abs(rest[going]), 1e-300))[:, None, :]
         square = weighted @ by.transpose(0, 2, 1)
         scale = square[:, diagonal, diagonal]
         least = 1e-12 * scale.max(axis=1, keepdims=True) + 1e-300

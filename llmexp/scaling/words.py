@@ -47,8 +47,8 @@ def reasons(a: Fits) -> tuple[str, ...]:
 
 def _named(a: Fits, lines: Callable[[Law], Iterable[str]]) -> list[str]:
     """Return lines of each law, with its name where there are several."""
-    names = [f"{law.ladder.name}: " * (len(a.laws) > 1) for law in a.laws]
-    return [name + line for name, law in zip(names, a.laws, strict=True) for line in lines(law)]
+    several = len(a.laws) > 1
+    return [f"{law.ladder.name}: " * several + line for law in a.laws for line in lines(law)]
 
 
 def _law(law: Law, a: Fits) -> str:
@@ -112,10 +112,8 @@ def _notes(law: Law) -> Iterator[Note]:
         way = f"runs further apart in {law.axis}, or more seeds of each, would decide"
         yield "Factor and exponent", f"a wide range of both fits these runs; {way}"
     out = law.ladder.out.items()
-    yield (
-        "Left out",
-        "; ".join(f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out),
-    )
+    left = (f"{plural(len(n), 'run')}, {reason} ({listed(n)})" for reason, n in out)
+    yield "Left out", "; ".join(left)
     yield from law.ladder.notes
 
 
@@ -131,16 +129,14 @@ def _why(law: Law, a: Fits) -> Iterator[Note]:
     runs = plural(len(law.losses), "run")
     if isinstance(law, Surface):
         numbers = [f"{k} {(factor if k in 'AB' else bracketed)(e)}" for k, e in law.numbers.items()]
-        yield (
-            "L(N, D) = E + A N^-alpha + B D^-beta",
-            f"{', '.join(numbers)}; N: {COUNTED[law.count]}",
-        )
+        facts = f"{', '.join(numbers)}; N: {COUNTED[law.count]}"
+        yield "L(N, D) = E + A N^-alpha + B D^-beta", facts
         runs = f"{plural(len(law.rungs), law.rungs[0].what)}, {runs}"
-    yield (
-        "Intervals",
-        f"95 % of {len(law.ensemble.laws) - 1:,} draws of the noise of {runs}, each fitted again; "
-        f"they lie {law.ensemble.noise:.2%} from the law (standard deviation)",
+    draws = (
+        f"95 % of {len(law.ensemble.laws) - 1:,} draws of the noise of {runs}, each fitted again"
     )
+    away = f"they lie {law.ensemble.noise:.2%} from the law (standard deviation)"
+    yield "Intervals", f"{draws}; {away}"
     passes = max(number(p.values.get("max_epochs")) or 0.0 for p in law.ladder.points)
     if passes > 1:
         yield "Passes over the data", f"up to {passes:.1f}; they count as new tokens each"
@@ -154,10 +150,7 @@ def _why(law: Law, a: Fits) -> Iterator[Note]:
         yield f"With N as {COUNTED[count]}", f"N* ~ C^{bracketed(exponent)}"
     curve = law.frontier.price.at(np.log(law.sizes))
     if (miss := np.abs(np.expm1(curve - np.log(law.x / law.tokens))).max()) > 1e-3:
-        yield (
-            "FLOPs a token",
-            f"a smooth curve over N through the runs', {miss:.1%} off at most",
-        )
+        yield ("FLOPs a token", f"a smooth curve over N through the runs', {miss:.1%} off at most")
     worst = int(np.argmax(np.abs(law.rest)))
     yield "Furthest from the law", f"{law.points[worst].name}, {law.rest[worst]:+.2%}"
     found = a.parabolas[law]
@@ -182,9 +175,9 @@ def _gain(g: Gain) -> str:
     text += f", and {_times(g.further)} at {flops_text(g.further.flops)}: "
     if not g.trend:
         return f"{text}whether that changes with compute is not known."
-    kind = "gain" if g.common.ratio.value < 1 else "loss"
-    grows = g.trend == ("grows" if kind == "gain" else "shrinks")
-    return f"{text}the {kind} {'grows' if grows else 'shrinks'}."
+    if g.common.ratio.value < 1:
+        return f"{text}the gain {g.trend}."
+    return f"{text}the loss {'shrinks' if g.trend == 'grows' else 'grows'}."
 
 
 def _times(need: Need) -> str:
@@ -292,9 +285,8 @@ def table_of(law: Law) -> list[Shown]:
             missing = "edge" if law.edge and key == "parameters" else ""
             shown = flops_text if key == "x" and law.axis == "flops" else shown
             cells = [missing if v is None or v == 0 else shown(v) for v in values]
-            found.append(
-                Shown(title or titles[key], cells, [getattr(v, "value", v) for v in values])
-            )
+            plain = [getattr(v, "value", v) for v in values]
+            found.append(Shown(title or titles[key], cells, plain))
     return found
 
 
@@ -332,14 +324,15 @@ def _ladder(law: Law, answer: Fits) -> dict[str, Any]:
             "points": [place._asdict() for place in law.places],
             "prediction": at and {"x": at.x, "loss": at.law},
         }
-    decades = np.log10(law.predicted.flops / law.ends[1][0])
+    decades, place = np.log10(law.predicted.flops / law.ends[1][0]), None
+    if law.place:
+        place = {"parameters": law.place[0], "tokens": law.place[1], "loss": law.there}
     return found | {
         "edge": law.edge or None,
         "exponent": None if law.edge else law.exponent,
         "exponents": law.other_counts,
         "rungs": law.places,
         "prediction": vars(law.predicted) | {"decades_beyond": decades},
-        "place": law.place
-        and dict(zip(("parameters", "tokens"), law.place, strict=True)) | {"loss": law.there},
+        "place": place,
         "parabolas": answer.parabolas[law],
     }
