@@ -61,8 +61,7 @@ Footprint = dict[str, int]
 def cut_of(parts: Parts) -> Cut:
     """Return how the run is cut."""
     run, parallelism = parts.run, parts.config.parallelism
-    layout = run.layout
-    return Cut(run.micro_batch_size, run.gradient_accumulation_steps, parallelism, layout)
+    return Cut(run.micro_batch_size, run.gradient_accumulation_steps, parallelism, run.layout)
 
 
 def rehearse(

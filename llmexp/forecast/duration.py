@@ -43,7 +43,7 @@ class Times:
         """Return the times that a calibration has found."""
         names = {known.name for known in dataclasses.fields(cls)}
         acts = {name: found[f"{name}_s"] for name in words_of_acts() if f"{name}_s" in found}
-        return cls(**{key: value for key, value in found.items() if key in names}, acts=acts)
+        return cls(**{key: found[key] for key in names & found.keys()}, acts=acts)
 
     def each(self) -> dict[str, float]:
         """Return all times by their names."""
@@ -54,8 +54,7 @@ class Times:
 
 def words_of_acts() -> dict[str, str]:
     """Return what features do between the steps, by name: sample, and what that is called: text."""
-    offered = features.offered("forecast", "WORDS")
-    return {name: word for words in offered for name, word in words.items()}
+    return features.merged("forecast", "WORDS")
 
 
 def estimated(
@@ -70,12 +69,11 @@ def estimated(
     if flops is None or peak is None:
         return None
     rate = share * peak * 1e12 * run.world_size
-    validated = run.eval_sequences * run.sequence_length
     # a forward pass is a third of a step that computes nothing again
     return Times(
         step_s=run.tokens_per_step * flops * (1 + again) / rate
         + run.gradient_accumulation_steps * moved / (device.bus * 1e9),
-        evaluation_s=validated * flops / 3 / rate,
+        evaluation_s=run.eval_sequences * run.sequence_length * flops / 3 / rate,
         start_s=START_S,
     )
 
@@ -92,19 +90,16 @@ def part_counts(run: Run, config: Config) -> dict[str, int]:
         return every is not None and steps % every == 0
 
     evaluations = run.evaluations(chosen, first, steps - 1) + 1  # the last one comes at the end
-    both = math.lcm(saving.every or 1, saving.keep_every or 1)
-    saves = times(saving.every) + times(saving.keep_every)
+    kept = saving.every, saving.keep_every
+    saves = sum(map(times, kept))
     if saving.every and saving.keep_every:
-        saves -= times(both)
-    if (saving.last or steps < run.max_steps) and not (
-        at_last(saving.every) or at_last(saving.keep_every)
-    ):
-        saves += 1
+        saves -= times(math.lcm(saving.every, saving.keep_every))
+    ends = (saving.last or steps < run.max_steps) and not any(map(at_last, kept))
     return {
         "step": steps - first,
         "row": times(chosen.log_every),
         "evaluation": evaluations,
-        "save": saves + (saving.save_initial and not first),
+        "save": saves + ends + (saving.save_initial and not first),
         **features.merged("forecast", "counts", config, times, at_last),
     }
 
@@ -134,9 +129,10 @@ class Cost:
             "tokens_per_sec": self.tokens_per_sec,
             **self.times.each(),
             **{f"{kind}_count": n for kind, n in self.counts.items()},
+            "gpu_hours": self.gpu_hours,
+            "cost_in_currency_of_price": self.money,
         }
-        more = {"gpu_hours": self.gpu_hours, "cost_in_currency_of_price": self.money}
-        return found | {key: value for key, value in more.items() if value is not None}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | None) -> Cost:
@@ -162,21 +158,21 @@ def cost_sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     mean = "" if cost.mean_step_s == times.step_s else " on average"
     parts = [f"{plural(often['step'], 'step')} of {seconds(cost.mean_step_s)}{mean}"]
     names, each = {"evaluation": "evaluation", **words_of_acts()}, times.each()
-    names["save"] = "checkpoint"
-    for kind, name in names.items():
+    for kind, name in (names | {"save": "checkpoint"}).items():
         if often.get(kind) and (taken := each[f"{kind}_s"]):
             parts.append(f"{plural(often[kind], name)} of {seconds(taken)}")
     if times.start_s:
         parts.append(f"start {seconds(times.start_s + times.first_s)}")
     if times.timed_steps:
         parts.append(f"end {seconds(times.end_s)}")
-    brief = cost.duration_s < 0.05  # which would be 0.0s
-    length = "less than 0.1s" if brief else duration(cost.duration_s)
+    # which would be 0.0s
+    length = "less than 0.1s" if cost.duration_s < 0.05 else duration(cost.duration_s)
     rows = [
         ("speed", f"{cost.tokens_per_sec:,.0f} tokens/s, {basis}"),
         ("time", f"{length}: {', '.join(parts)}"),
+        ("cost", spent(cost.gpu_hours, cost.money)),
     ]
-    return [*rows, *([("cost", text)] if (text := spent(cost.gpu_hours, cost.money)) else [])]
+    return [row for row in rows if row[1]]
 
 
 def spent(gpu_hours: float | None, money: float | None) -> str:

@@ -195,32 +195,22 @@ def _deciding(
 ) -> tuple[memory.Room, tuple[Any, ...]]:
     """Return the memory of a rank, and what the size depends on.
 
-    `least`: the bytes of the rank that has least, if others than this host's are asked.
+    `least`: the bytes of the rank that has least, if others than this host's are asked. Raises
+    ConfigError where the memory is not known.
     """
-    room, run = _room(parts, config.batch.memory_gib), parts.run
-    if least is not None and config.batch.memory_gib is None:
-        room = dataclasses.replace(room, total=least, usable=memory.USABLE * least)
-    usable = round(room.usable / memory.GIB, 2)
-    kind = deciding_work(parts.config, run.device_name)
-    return room, (kind, run.threads_per_rank, usable)
-
-
-def _room(parts: Parts, limit: float | None) -> memory.Room:
-    """Return the memory of a rank on the device of the run.
-
-    Raises ConfigError where it is not known.
-    """
-    device = None
+    run, name, limit, device = parts.run, parts.run.device_name, config.batch.memory_gib, None
     if parts.device.type == "cuda":
-        there = hardware.memory_bytes(parts.device) or 0
-        name = parts.run.device_name
-        device = device_called(name, there / memory.GIB) or Device(name, name, 0)
-        device = dataclasses.replace(device, gib=there / memory.GIB)
+        there = (hardware.memory_bytes(parts.device) or 0) / memory.GIB
+        device = device_called(name, there) or Device(name, name, 0)
+        device = dataclasses.replace(device, gib=there)
     room = memory.room_of(parts, device, limit)
     if room is None:
         text = "this host does not say what memory it has; give batch.memory_gib"
         raise refuse("missing_value", _KEY, AUTO, text, "auto batch.memory_gib=16")
-    return room
+    if least is not None and limit is None:
+        room = dataclasses.replace(room, total=least, usable=memory.USABLE * least)
+    usable = round(room.usable / memory.GIB, 2)
+    return room, (deciding_work(parts.config, name), run.threads_per_rank, usable)
 
 
 def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
@@ -231,41 +221,41 @@ def _find(parts: Parts, room: memory.Room, measured: Measure) -> dict[str, Any]:
     whole = parts.run.micro_batch_size  # of a rank, still in one piece
     sizes = [n for n in range(whole, 0, -1) if whole % n == 0]
     first = _first(parts, room, sizes)
-    best: dict[str, Any] | None = None
-    why = ""
+    best, why = dict[str, Any](), ""
     for size in sizes[sizes.index(first) :]:
-        sequences = _sequences(size, first, whole)
+        # about as many for every size: two micro-batches of the first one, or as many as there are
+        sequences = size * -(-min(whole, 2 * first) // size)
         real = {"real_batch_size": sequences * parts.run.dp_size, "ramp": None}
         try:
             found = measured(with_knobs(_cut(parts, size, sequences), batch=real))
         except Died as death:
             # the size is not the cause; a host without memory kills with the same words
             if str(death) == why and "SIGKILL" not in why:
-                raise refuse(
-                    "failed", _KEY, AUTO, f"steps fail, whatever the size: {why}"
-                ) from None
+                text = f"steps fail, whatever the size: {why}"
+                raise refuse("failed", _KEY, AUTO, text) from None
             why = str(death)
         else:
+            peak = found["peak_bytes"]
             rate = parts.run.sequence_length * sequences / found["step_s"]
-            if found["peak_bytes"] <= room.usable:
+            if peak <= room.usable:
                 of_a_step = parts.run.real_batch_size // parts.run.dp_size
                 kind = deciding_work(_cut(parts, size, of_a_step), parts.run.device_name)
-                remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
-                _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
-                if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
+                remember(MEMORY, {"peak_bytes": peak}, kind)
+                _say(size, f"fits: {gib(peak)} GiB, {rate:,.0f} tokens/s a rank")
+                if best and rate < FASTER * best["tokens_per_sec_per_rank"]:
                     return best
                 best = {
                     "micro_batch_size": size,
-                    "peak_bytes": round(found["peak_bytes"]),
+                    "peak_bytes": round(peak),
                     "usable_bytes": round(room.usable),
                     "tokens_per_sec_per_rank": rate,
                 }
                 continue
-            why = f"took {gib(found['peak_bytes'])} of {gib(room.usable)} GiB"
-        if best is not None:
+            why = f"took {gib(peak)} of {gib(room.usable)} GiB"
+        if best:
             return best
         _say(size, f"does not fit: {why}")
-    if best is None:
+    if not best:
         raise _refusal(parts, why)
     return best
 
@@ -297,15 +287,6 @@ def _refusal(parts: Parts, why: str) -> ConfigError:
     way = f"take a shorter sequence or a smaller model{limited}; llmexp plan plan.device=... names"
     text = f"does not fit at micro_batch_size 1: {why}; {way} more"
     return refuse("too_large", "batch.sequence_length", parts.run.sequence_length, text)
-
-
-def _sequences(size: int, first: int, whole: int) -> int:
-    """Return the sequences of a rank in a step that is tried.
-
-    They are about as many for every size: two micro-batches of the first one where the run has as
-    many.
-    """
-    return size * -(-min(whole, 2 * first) // size)
 
 
 def _cut(parts: Parts, size: int, sequences: int) -> Config:

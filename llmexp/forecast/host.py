@@ -80,8 +80,9 @@ def host_rows(
 
     `room`: bytes that all may use, of the host called `name`; None: not known.
     """
-    words = {"start": "the start"}
-    stages = [f"{gib(size)} at {words.get(s, f'a {s}')}" for s, size in need.stages.items()]
+    stages = [
+        f"{gib(size)} at {'the' if s == 'start' else 'a'} {s}" for s, size in need.stages.items()
+    ]
     text = f"GiB of a rank: {', '.join(stages)}; {need.ranks} on a host: {gib(need.total)}"
     if room is None:
         return [("host", f"{text}; give plan.host_gib=2000 to see whether that fits")]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from llmexp.config.execution import Parallelism
 from llmexp.config.values import refuse
 from llmexp.forecast.dry_run import KINDS, Cut, Footprint, cut_of, rehearse
 from llmexp.forecast.process import process_bytes
@@ -139,42 +139,33 @@ def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
             rows.append(("hint", f"{text}, but for rounding and dropout's draws, and fits: {fits}"))
         return rows
     rows.append(("fits", f"no: {gib(needed - room.usable)} GiB more than {_room(room)}"))
-    alone = [_recomputed(forecast), _sharded(forecast)]
+    found = []
     if smaller := forecast.largest(cut, cut.micro - 1):
         accumulation = f"batch.gradient_accumulation_steps={smaller.accumulation}"
-        alone = [(f"batch.micro_batch_size={smaller.micro} {accumulation}", smaller), *alone]
-    found = [f"{one[0]} ({gib(forecast.needed(one[1]))} GiB)" for one in alone if one]
-    rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
+        found = [(f"batch.micro_batch_size={smaller.micro} {accumulation}", smaller)]
+    for remedies in (_recomputed(forecast), _sharded(cut)):
+        found += [one for one in remedies if forecast.fits(one[1])][:1]
+    texts = [f"{way} ({gib(forecast.needed(other))} GiB)" for way, other in found]
+    rows.append(("would fit", "; ".join(texts) or "nothing that was tried"))
     return rows
 
 
-def _recomputed(forecast: Forecast) -> Remedy | None:
-    cut = forecast.cut
-    if cut.parallelism.activation_checkpointing != "none" or not forecast.has_blocks:
-        return None
-    for kind in ("selective", "full", *["offload"] * (forecast.room.device is not None)):
-        chosen = dataclasses.replace(cut.parallelism, activation_checkpointing=kind)
-        other = dataclasses.replace(cut, parallelism=chosen)
-        if forecast.fits(other):
+def _recomputed(forecast: Forecast) -> Iterator[Remedy]:
+    cut, p = forecast.cut, forecast.cut.parallelism
+    if p.activation_checkpointing == "none" and forecast.has_blocks:
+        for kind in ("selective", "full", *["offload"] * (forecast.room.device is not None)):
             wanted = kind == "offload" and forecast.parts.config.train.compile is True
-            way = f"parallelism.activation_checkpointing={kind}"
-            return way + " train.compile=false" * wanted, other
-    return None
+            way = f"parallelism.activation_checkpointing={kind}" + " train.compile=false" * wanted
+            chosen = dataclasses.replace(p, activation_checkpointing=kind)
+            yield way, dataclasses.replace(cut, parallelism=chosen)
 
 
-def _sharded(forecast: Forecast) -> Remedy | None:
-    cut = forecast.cut
-    if cut.parallelism.kind not in ("single", "ddp"):
-        return None
-    ranks = cut.layout.nproc_per_node
-    for count in (ranks,) if ranks > 1 else SHARDS:
-        chosen: Parallelism = dataclasses.replace(
-            cut.parallelism, kind="fsdp", nproc_per_node=count
-        )
+def _sharded(cut: Cut) -> Iterator[Remedy]:
+    ranks = cut.layout.nproc_per_node if cut.parallelism.kind in ("single", "ddp") else 0
+    for count in SHARDS if ranks == 1 else (ranks,) * bool(ranks):
+        chosen = dataclasses.replace(cut.parallelism, kind="fsdp", nproc_per_node=count)
         other = dataclasses.replace(cut, parallelism=chosen, layout=solve_layout(chosen, count))
-        if forecast.fits(other):
-            return f"parallelism=fsdp parallelism.nproc_per_node={count}", other
-    return None
+        yield f"parallelism=fsdp parallelism.nproc_per_node={count}", other
 
 
 def _room(room: Room) -> str:

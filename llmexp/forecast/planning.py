@@ -27,7 +27,7 @@ from llmexp.modes.calibration import MOST
 from llmexp.modes.micro_batch import cut
 from llmexp.run.banner import banner_sections
 from llmexp.system import hardware
-from llmexp.system.devices import Device, device_named
+from llmexp.system.devices import device_named
 from llmexp.system.text import one_line
 from llmexp.train.assembly.assemble import Cache, Parts, assemble
 from llmexp.train.assembly.placement import SAVES_NOTHING
@@ -47,7 +47,11 @@ class Planner:
     def planned(self, config: Config, folder: str) -> Planned:
         """Return the plan of a run. Raises ConfigError."""
         plan, device, cached = self._plan, self._device, self._cached
-        own = config if plan.device is None or self._measure else placeable(config)
+        own = config
+        if plan.device is not None and not self._measure:  # it need not find its device here
+            kind = "fp32" if config.precision.kind == "tf32" else config.precision.kind
+            on_cpu = {"device": "cpu", "compile": False}
+            own = with_knobs(config, train=on_cpu, precision={"kind": kind})
         parts = assemble(own, cached)
         if config.batch.micro_batch_size == AUTO:
             parts = assemble(self._cut(own, parts), cached)
@@ -57,7 +61,8 @@ class Planner:
         rows = banner_sections(parts.run, folder)
         whole = {"folder": folder, **parts.run.as_dict()}
         if device is not None:
-            rows = [_on(device, precision, *row) for row in rows if row[1] != SAVES_NOTHING]
+            shown = {"device": f"{device.name}, planned for", "precision": precision}
+            rows = [(k, shown.get(k, text)) for k, text in rows if text != SAVES_NOTHING]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
             with planned_for("cuda", device.gib * memory.GIB), torch.device("meta"):
                 where = (parts.run.layout, torch.device("cpu"), self._compiled(config))
@@ -65,12 +70,11 @@ class Planner:
                 whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
         name = parts.run.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
-        work = deciding_work(parts.config, name)
-        kind = (work, precision, config.data, config.tokenizer, steps)
-        of_memory = cached(lambda *_: self._memory(parts, config, precision), "memory", *kind)
+        work = (deciding_work(parts.config, name), precision, config.data, config.tokenizer, steps)
+        of_memory = cached(lambda *_: self._memory(parts, config, precision), "memory", *work)
         moved = of_memory.figures.get("memory_bytes", {}).get("moved", 0)
         times, basis = cached(
-            lambda *_: self._times(parts, precision, folder, moved), "times", *kind
+            lambda *_: self._times(parts, precision, folder, moved), "times", *work
         )
         gpus = parts.run.world_size if device or parts.run.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
@@ -84,11 +88,10 @@ class Planner:
         rows += of_memory.rows
         rows += [("time", basis)] if cost is None else duration.cost_sections(cost, basis)
         solved = parts.config
-        if own is not config:  # what `placeable` took out, by which runs differ
+        if own is not config:  # by which runs differ
             train = {"device": config.train.device, "compile": config.train.compile}
             solved = with_knobs(solved, train=train, precision={"kind": config.precision.kind})
-        figures = whole | of_memory.figures
-        return Planned(parts.run, solved, rows, figures, of_memory, cost, there)
+        return Planned(parts.run, solved, rows, whole | of_memory.figures, of_memory, cost, there)
 
     def _cut(self, config: Config, parts: Parts) -> Config:
         """Return the config with a number in the place of `auto`.
@@ -225,15 +228,3 @@ class Planner:
         remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
         times = Times.of(found)
         return times, f"the median of {times.timed_steps} steps that were trained here"
-
-
-def placeable(config: Config) -> Config:
-    """Return the config of a run that need not find its device here."""
-    kind = "fp32" if config.precision.kind == "tf32" else config.precision.kind
-    on_cpu = {"device": "cpu", "compile": False}
-    return with_knobs(config, train=on_cpu, precision={"kind": kind})
-
-
-def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str]:
-    changed = {"device": f"{device.name}, planned for", "precision": precision}
-    return label, changed.get(label, text)

@@ -27,8 +27,7 @@ def process_bytes(threads: int) -> int:
 
     This one holds more or less, such as what it has planned before.
     """
-    pipe = subprocess.PIPE
-    child = start("llmexp.forecast.process", str(threads), stdout=pipe, text=True)
+    child = start("llmexp.forecast.process", str(threads), stdout=subprocess.PIPE, text=True)
     text, _ = child.communicate()
     if child.returncode:
         raise RuntimeError(f"a process without a run ended with exit code {child.returncode}")
@@ -40,8 +39,7 @@ def step_a_little() -> None:
     embedding, layer = nn.Embedding(256, 128), nn.TransformerEncoderLayer(128, 4, 512)
     ids_bt = torch.zeros(4, 128, dtype=torch.int64)
     logits_btv = layer(embedding(ids_bt)) @ embedding.weight.T
-    loss = nn.functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt.flatten())
-    loss.backward()
+    nn.functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt.flatten()).backward()
 
 
 if __name__ == "__main__":

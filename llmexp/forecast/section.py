@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp.config.convert import convert_section
-from llmexp.config.values import knob, refuse
+from llmexp.config.values import knob, optional, refuse
 from llmexp.system.devices import device_named
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
@@ -23,19 +23,17 @@ class PlanKnobs:
         "are not planned",
         "h200",
     )
-    memory_gib: float | None = knob(
+    memory_gib: float | None = optional(
         "GiB that a rank may take, beside plan.device; null: nine tenths of that device, or of a "
         "rank's share of this host",
         16.0,
         above=0,
-        default=None,
     )
-    host_gib: float | None = knob(
+    host_gib: float | None = optional(
         "GiB of memory of each host, beside plan.device; null: that of this host where the device "
         "is cpu, else hosts are not judged",
         512.0,
         above=0,
-        default=None,
     )
     peak_share: float = knob(
         "share of the peak rate of plan.device that steps are taken to reach, where nothing is "
@@ -45,11 +43,8 @@ class PlanKnobs:
         at_most=1,
         default=PEAK_SHARE,
     )
-    price_per_gpu_hour: float | None = knob(
-        "price of an hour of one GPU, in any currency; null: no cost is printed",
-        2.5,
-        above=0,
-        default=None,
+    price_per_gpu_hour: float | None = optional(
+        "price of an hour of one GPU, in any currency; null: no cost is printed", 2.5, above=0
     )
 
 
