@@ -59,9 +59,8 @@ def theirs(loaded: Loaded, rule: NameRule, dtype: torch.dtype, form: Stored) -> 
     """Return a tensor of theirs, made of ours in the memory that it takes itself."""
     found = torch.empty(written_shape(loaded, rule), dtype=dtype)
     if rule.expert is not None:
-        (name,), number = rule.ours, rule.expert
-        box = [(number, number + 1), *((0, size) for size in found.shape)]
-        return found.copy_(read_tensor(loaded, name, box)[0])
+        box = [(rule.expert, rule.expert + 1), *((0, size) for size in found.shape)]
+        return found.copy_(read_tensor(loaded, rule.ours[0], box)[0])
     target = found.T if rule.transposed and found.ndim == 2 else found
     rows = [loaded.model[name][0].shape[0] for name in rule.ours[1:]]
     parts = target.split([len(target) - sum(rows), *rows]) if rows else [target]
@@ -90,10 +89,12 @@ def write_weights(folder: Path, loaded: Loaded, rules: list[NameRule], form: Sto
     shapes = {r.theirs: written_shape(loaded, r, form.vocabulary) for r in rules}
     sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     shards: list[list[NameRule]] = [[]]
+    held = 0
     for rule in rules:
-        held = sum(sizes[r.theirs] for r in shards[-1])
-        if shards[-1] and held + sizes[rule.theirs] > SHARD_BYTES:
+        held += sizes[rule.theirs]
+        if shards[-1] and held > SHARD_BYTES:
             shards.append([])
+            held = sizes[rule.theirs]
         shards[-1].append(rule)
     place: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):

@@ -310,13 +310,11 @@ def family_of(section: Mapping[str, Any]) -> Family:
 def _check_experts(section: Mapping[str, Any]) -> None:
     """Raise ConfigError for what experts of transformers' families do not compute."""
     plain = {"router": "softmax", "router_bias": False, "n_shared_experts": 0}
-    for key, value in plain.items():
-        if (given := section.get(key, value)) != value:
+    given = {**plain, "balance": "bias", **section}
+    for key, value in {**plain, "balance": "sequence"}.items():
+        if given[key] not in (value, "none"):
             text = "no family of transformers that we write has such experts"
-            raise refuse("unsupported", f"model.{key}", given, text, value)
-    if section.get("balance", "bias") == "bias":
-        text = "no family of transformers that we write chooses experts by a bias of their own"
-        raise refuse("unsupported", "model.balance", "bias", text, "sequence")
+            raise refuse("unsupported", f"model.{key}", given[key], text, value)
 
 
 def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
@@ -340,8 +338,8 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
         if knobs["rope_scaling"] is not None:
             found["rope_scaling"] = {"rope_type": "llama3", **knobs["rope_scaling"]}
         if family.experts:
-            width = knobs.get("d_expert") or knobs["d_ff"]
-            found[family.sizes.get("d_expert", "intermediate_size")] = width
+            inner = family.sizes.get("d_expert", "intermediate_size")
+            found[inner] = knobs["d_expert"] or knobs["d_ff"]
             found["mlp_only_layers"] = list(range(knobs.get("first_dense_layers", 0)))
         if knobs["sliding_window"] is not None:
             found["sliding_window"] = knobs["sliding_window"]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from llmexp.config.values import ConfigError
 from llmexp.mesh.groups import Mesh, gather_last, maximum
@@ -57,16 +56,18 @@ def tensor_parallel_plan(model: nn.Module, sequence: bool = False) -> dict[str, 
 
 def split_layers(mesh: Mesh, loss: SummedLoss) -> None:
     """Split a model's layers over tensor-parallel ranks, which may share the tokens, too."""
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import parallelize_module
 
     assert mesh.tensor is not None
     parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model, mesh.sequence))
     for name, module in loss.model.named_modules():
         if isinstance(module, Weights) and module.weight.ndim > 2:
-            _split_experts(mesh.tensor, module, name.endswith(_BY_ROW))
+            part = Shard(2 if name.endswith(_BY_ROW) else 1)  # of the width of each expert
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh.tensor, [part]))
         if hasattr(module, "over_width"):  # experts, of each of which a rank has a part
-            sums = functools.partial(_Summed.apply, mesh.tensor.get_group())
-            module.over_width = (functools.partial(_Copied.apply, mesh.tensor.get_group()), sums)
+            group = mesh.tensor.get_group()
+            module.over_width = [functools.partial(of.apply, group) for of in (_Copied, _Summed)]
         if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
             module.split_over_ranks = True
         # its sum over the ranks may be under way still, which a compiled block cannot take
@@ -76,14 +77,6 @@ def split_layers(mesh: Mesh, loss: SummedLoss) -> None:
         share_tokens(mesh.tensor, loss.model, _BY_ROW)
     _share_norms(mesh, loss.model, (*_HEAD_NORMS, *_NORMS) if mesh.sequence else _HEAD_NORMS)
     loss.share_vocabulary(_vocab_shard(mesh, loss.model))
-
-
-def _split_experts(tensor: DeviceMesh, module: Weights, by_row: bool) -> None:
-    """Keep this rank's part of the width of each expert."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    placed = distribute_tensor(module.weight, tensor, [Shard(2 if by_row else 1)])
-    module.weight = nn.Parameter(placed)
 
 
 class _Copied(torch.autograd.Function):

@@ -271,8 +271,7 @@ def held_in_rows(model: nn.Module) -> set[int]:
 
 def idle_parameters(model: nn.Module) -> int:
     """Return the parameters that a token leaves out: of the experts that it is not sent to."""
-    stacked = [m for m in model.modules() if isinstance(m, Weights)]
-    return sum(m.weight.numel() - m.used() for m in stacked)
+    return sum(m.weight.numel() - m.used() for m in model.modules() if isinstance(m, Weights))
 
 
 def parameter_counts(model: Any) -> tuple[int | None, int | None]:

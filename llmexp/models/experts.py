@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,7 @@ from llmexp.models.operands import autocast_dtype
 from llmexp.models.planned import bodies, has_values, kind_of, operation
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Say how many experts there are, which of them a token is sent to, and what balances them."""
 
     n_experts: int
@@ -49,27 +47,27 @@ def put_experts(blocks: nn.ModuleList, routing: Routing, parametrization: str) -
 
     Raises ConfigError for what does not fit together.
     """
-    first, most = routing.first_dense_layers, routing.n_experts
-    if first >= len(blocks):
-        text = f"leaves none of model.n_layers={len(blocks)} for experts"
-        raise refuse("out_of_range", "model.first_dense_layers", first, text, len(blocks) - 1)
-    if routing.per_token > most:
-        text = f"there are model.n_experts={most}"
-        raise refuse("out_of_range", "model.experts_per_token", routing.per_token, text, most)
+    first, layers, most = routing.first_dense_layers, len(blocks), routing.n_experts
+    none_left = f"leaves none of model.n_layers={layers} for experts"
+    for key, value, text, top in (
+        ("first_dense_layers", first, none_left, layers - 1),
+        ("experts_per_token", routing.per_token, f"there are model.n_experts={most}", most),
+    ):
+        if value > top:
+            raise refuse("out_of_range", f"model.{key}", value, text, top)
     if routing.per_token == 1 and routing.norm_topk:
         text = "with model.experts_per_token=1 each weight is divided by itself: no router learns"
         raise refuse("conflict", "model.norm_topk", True, text, False)
     if parametrization != "standard":
         text = "how rates of routers and experts follow the width is not known for mup"
         raise refuse("unsupported", "model.parametrization", parametrization, text, "standard")
-    for block in list(blocks)[first:]:
+    for block in blocks[first:]:
         mlp: Any = block.mlp
-        d_model, width = mlp.gate_proj.in_features, mlp.gate_proj.out_features
         if mlp.gate_proj.bias is not None:
             raise refuse("unsupported", "model.biases", "all", "experts have no biases", "qkv")
-        width, shared = routing.width or width, None
-        if routing.n_shared:
-            shared = type(mlp)(d_model, routing.n_shared * width, False)
+        d_ff, d_model = mlp.gate_proj.weight.shape
+        width = routing.width or d_ff
+        shared = type(mlp)(d_model, routing.n_shared * width, False) if routing.n_shared else None
         block.mlp = Experts(d_model, width, routing, shared)
 
 
@@ -82,10 +80,8 @@ class Router(Weights):
         super().__init__(routing.n_experts, d_model)
         self.routing = routing
         self.bias = nn.Parameter(torch.empty(routing.n_experts)) if routing.bias else None
-        if routing.balance == "bias":
-            self.register_buffer("balance_bias", torch.empty(routing.n_experts))
-        else:
-            self.balance_bias = None
+        moved = torch.empty(routing.n_experts) if routing.balance == "bias" else None
+        self.register_buffer("balance_bias", moved)
 
     def forward(self, x_btd: Tensor) -> tuple[Tensor, ...]:
         """Return logits, scores, and of each token its experts and what theirs are weighted by."""
@@ -99,7 +95,7 @@ class Router(Weights):
         if self.balance_bias is not None:
             wanted_bte = wanted_bte + self.balance_bias
         # of equal ones the first, on any device and in any batch
-        order_bte = wanted_bte.sort(dim=-1, descending=True, stable=True).indices
+        order_bte = wanted_bte.argsort(dim=-1, descending=True, stable=True)
         chosen_btk = order_bte[..., : how.per_token]
         weights_btk = scores_bte.gather(-1, chosen_btk)
         if how.norm_topk:
@@ -116,7 +112,7 @@ class Experts(nn.Module):
     added_losses: list[Tensor] | None = None  # takes those of each sequence (b,), for SummedLoss
     look: Callable[..., None] | None = None  # sees what is routed in training
     # where ranks have a part of each expert's width: for tokens and weights, and for the sum
-    over_width: tuple[Callable[..., tuple[Tensor, ...]], Callable[[Tensor], Tensor]] | None = None
+    over_width: list[Callable[..., Any]] | None = None
 
     def __init__(self, d_model: int, f: int, routing: Routing, shared: nn.Module | None) -> None:
         super().__init__()
@@ -131,23 +127,20 @@ class Experts(nn.Module):
         logits_bte, scores_bte, chosen_btk, weights_btk = self.router(x_btd)
         if self.training and torch.is_grad_enabled():  # else somebody looks at the model
             self._judge(logits_bte, scores_bte, chosen_btk)
-        y_btd = self._routed(x_btd, chosen_btk, weights_btk)
-        return y_btd if self.shared is None else y_btd + self.shared(x_btd)
-
-    def _routed(self, x_btd: Tensor, chosen_btk: Tensor, weights_btk: Tensor) -> Tensor:
-        """Return the sum of the experts' outputs for each token, in the dtype of the products."""
-        x_btd = autocast_dtype(x_btd)
+        sent_btd = autocast_dtype(x_btd)
         if self.over_width is not None:
-            x_btd, weights_btk = self.over_width[0](x_btd, weights_btk)
+            sent_btd, weights_btk = self.over_width[0](sent_btd, weights_btk)
         chosen_m = chosen_btk.flatten()
         order_m = chosen_m.argsort(stable=True)
         experts_e = torch.arange(self.routing.n_experts, device=order_m.device)
         ends_e = torch.searchsorted(chosen_m[order_m], experts_e, right=True, out_int32=True)
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
-        own = (autocast_dtype(_own(one.weight)) for one in projections)
-        y_nd = _Sent.apply(x_btd.flatten(0, 1), weights_btk.flatten(0, 1), *own, order_m, ends_e)
-        y_btd = y_nd.view(x_btd.shape)
-        return y_btd if self.over_width is None else self.over_width[1](y_btd)
+        stacks: Any = (m.weight for m in (self.gate_proj, self.up_proj, self.down_proj))
+        own = (autocast_dtype(w.to_local() if hasattr(w, "to_local") else w) for w in stacks)
+        sent_nd, weights_nk = sent_btd.flatten(0, 1), weights_btk.flatten(0, 1)
+        y_btd = _Sent.apply(sent_nd, weights_nk, *own, order_m, ends_e).view(x_btd.shape)
+        if self.over_width is not None:
+            y_btd = self.over_width[1](y_btd)
+        return y_btd if self.shared is None else y_btd + self.shared(x_btd)
 
     def _judge(self, logits_bte: Tensor, scores_bte: Tensor, chosen_btk: Tensor) -> None:
         """Find the losses of each sequence, and hand on those that are trained on.
@@ -156,13 +149,13 @@ class Experts(nn.Module):
         that of ST-MoE (arXiv 2202.08906, equation 5).
         """
         how, (_, t, e) = self.routing, scores_bte.shape
-        with torch.set_grad_enabled(torch.is_grad_enabled() and how.balance == "sequence"):
+        with torch.set_grad_enabled(how.balance == "sequence"):
             share_bte = scores_bte / _sum(scores_bte)
-            one_btk = torch.ones_like(chosen_btk, dtype=share_bte.dtype)
-            load_be = torch.zeros_like(share_bte[:, 0])
-            load_be = load_be.scatter_add(1, chosen_btk.flatten(1), one_btk.flatten(1))
+            chosen_bm, load_be = chosen_btk.flatten(1), torch.zeros_like(share_bte[:, 0])
+            one_bm = torch.ones_like(chosen_bm, dtype=load_be.dtype)
+            load_be = load_be.scatter_add(1, chosen_bm, one_bm)
             balance_b = (load_be * share_bte.mean(1)).sum(-1) * (e / (how.per_token * t))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and how.z_loss > 0):
+        with torch.set_grad_enabled(how.z_loss > 0):
             z_b = logits_bte.logsumexp(-1).square().mean(1)
         if self.look is not None:
             self.look(self, share_bte, load_be, balance_b, z_b)
@@ -181,12 +174,6 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
     return {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
 
 
-def _own(weight: Any) -> Tensor:
-    """Return what this rank has of a parameter that tensor parallelism may have split."""
-    found: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return found
-
-
 class _Sent(torch.autograd.Function):
     """`sent` as a differentiable function; what is saved is without the outputs of experts."""
 
@@ -201,13 +188,10 @@ class _Sent(torch.autograd.Function):
         return *sent_backward(gradients[0], *ctx.saved_tensors), None, None
 
 
-Product = Callable[..., Tensor]  # of two operands, written to `out`
-
-
 def _parts(
     like: Tensor, gate_efd: Tensor, ends_e: Tensor, m: int
-) -> Iterator[tuple[slice, Any, Product]]:
-    """Yield sorted rows, the experts that they go to, and the product of both.
+) -> Iterator[tuple[slice, Any, Callable[..., Tensor]]]:
+    """Yield sorted rows, the experts that they go to, and the product of both, written to `out`.
 
     These are all at once where `in_one_kernel` says so. Else they are one expert after the other:
     what is made for it stays in the cache of a CPU. A plan takes experts as evenly loaded.
@@ -235,14 +219,13 @@ def _rounded(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         return out.copy_(a.float() @ b.float())
 
 
-def _counted(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Let plans of memory see what an operation does."""
+def _operation(body: Callable[..., Any]) -> Any:
+    """Make one operation of a function for torch, into which plans of memory see."""
     bodies[f"llmexp::{body.__name__}"] = body
-    return body
+    return operation(body)
 
 
-@operation
-@_counted
+@_operation
 def sent(
     x_nd: Tensor,
     weights_nk: Tensor,
@@ -266,12 +249,10 @@ def sent(
         up = product(x, up_efd[expert].mT, out=up_mf[rows])
         y = product(F.silu(gate).mul_(up), down_edf[expert].mT, out=x)
         torch.mul(y, weights_m1[rows], out=weighted_md[rows])
-    places_m = _inverse(order_m)
-    return _summed(weighted_md, places_m, k).to(x_nd.dtype), gate_mf, up_mf
+    return _summed(weighted_md, order_m, k).to(x_nd.dtype), gate_mf, up_mf
 
 
-@operation
-@_counted
+@_operation
 def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     gradient_nd: Tensor,
     x_nd: Tensor,
@@ -288,35 +269,29 @@ def sent_backward(  # noqa: PLR0913 (those of `sent`, and what it has made)
     k, m = weights_nk.shape[1], len(order_m)
     tokens_m, weights_m1 = order_m // k, weights_nk.flatten()[order_m, None].to(x_nd.dtype)
     of_gate, of_up, of_down = map(torch.empty_like, (gate_efd, up_efd, down_edf))
-    of_x_md, of_weights_m = x_nd.new_empty(m, x_nd.shape[1]), weights_nk.new_empty(m)
+    of_x_md, of_weights_nk = x_nd.new_empty(m, x_nd.shape[1]), torch.empty_like(weights_nk)
     for rows, expert, product in _parts(x_nd, gate_efd, ends_e, m):
         x, gradient = (t.index_select(0, tokens_m[rows]) for t in (x_nd, gradient_nd))
         gate, up, weight = gate_mf[rows], up_mf[rows], weights_m1[rows]
         silu = F.silu(gate)
         h, of_h = silu * up, product(gradient, down_edf[expert], out=torch.empty_like(gate))
-        of_weights_m[rows] = (of_h * h).sum(-1, dtype=weights_nk.dtype)
+        of_weights_nk.view(-1)[order_m[rows]] = (of_h * h).sum(-1, dtype=weights_nk.dtype)
         product(gradient.mul_(weight).mT, h, out=of_down[expert])
         of_h.mul_(weight)
         of_gate_rows = torch.ops.aten.silu_backward(of_h * up, gate)
         of_up_rows = of_h.mul_(silu)
         product(of_gate_rows.mT, x, out=of_gate[expert])
         product(of_up_rows.mT, x, out=of_up[expert])
-        of_x = product(of_gate_rows, gate_efd[expert], out=of_x_md[rows])
-        of_x.add_(product(of_up_rows, up_efd[expert], out=x))
-    places_m = _inverse(order_m)
-    of_weights_nk = of_weights_m[places_m].view_as(weights_nk)
-    return _summed(of_x_md, places_m, k), of_weights_nk, of_gate, of_up, of_down
+        of_x_rows = product(of_gate_rows, gate_efd[expert], out=of_x_md[rows])
+        of_x_rows.add_(product(of_up_rows, up_efd[expert], out=x))
+    return _summed(of_x_md, order_m, k), of_weights_nk, of_gate, of_up, of_down
 
 
-def _inverse(order_m: Tensor) -> Tensor:
-    """Return where each place of a token has gone."""
-    return torch.empty_like(order_m).index_copy_(
+def _summed(of_md: Tensor, order_m: Tensor, k: int) -> Tensor:
+    """Return the sum over the k places of each token, from wherever each has gone."""
+    places_m = torch.empty_like(order_m).index_copy_(
         0, order_m, torch.arange(len(order_m), device=order_m.device)
     )
-
-
-def _summed(of_md: Tensor, places_m: Tensor, k: int) -> Tensor:
-    """Return the sum over the k places of each token."""
     return F.embedding_bag(places_m.view(-1, k), of_md, mode="sum")
 
 

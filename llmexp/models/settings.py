@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from llmexp.config.rules import ONE_NUMBER, ShapeRule
-from llmexp.config.values import Where, choice, count, knob, optional, where
+from llmexp.config.values import Where, choice, count, knob, optional, usual, where
 
 _SPARSE = where("model.n_experts")
 
@@ -129,7 +129,7 @@ class Knobs:
         ),
     ]
     experts_per_token = Annotated[
-        int, count("experts that each token is sent to", 2, acts=_SPARSE, default=2)
+        int, usual("experts that each token is sent to", 2, at_least=1, acts=_SPARSE)
     ]
     d_expert = Annotated[
         int | None,
@@ -177,21 +177,19 @@ class Knobs:
     ]
     balance_rate = Annotated[
         float,
-        knob(
+        usual(
             "score; how far each step moves the bias of an expert",
             1e-3,
             at_least=0,
             acts=where("model.balance", "bias"),
-            default=1e-3,
         ),
     ]
     balance_loss = Annotated[
         float,
-        knob(
+        usual(
             "factor on the balance loss of a sequence, which is 1 where experts are loaded evenly",
             1e-2,
             above=0,
             acts=where("model.balance", "sequence"),
-            default=1e-2,
         ),
     ]

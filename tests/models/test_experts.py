@@ -132,8 +132,7 @@ def test_equal_scores_go_to_the_first_experts_in_any_batch() -> None:
     torch.nn.init.zeros_(router.weight)
     for part in (x, x[:1], x[2:, 3:4], x.float()):
         assert (router(part)[2] == torch.tensor([0, 1])).all()
-    routing = router.routing
-    biased = Router(16, routing.__class__(**{**vars(routing), "balance": "bias"}))
+    biased = Router(16, router.routing._replace(balance="bias"))
     torch.nn.init.zeros_(biased.weight)
     biased.balance_bias = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.5])
     assert (biased(x.float())[2] == torch.tensor([1, 3])).all()

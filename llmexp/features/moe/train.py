@@ -36,17 +36,16 @@ class Load(Feature):
     name = "moe"
 
     def __init__(self, setup: Setup) -> None:
-        device = setup.mesh.device
         named = experts_of(setup.model)
         self._mesh, self._experts = setup.mesh, list[Any](named.values())
         self._blocks = [name.rpartition(".")[0] for name in named]
         self._n_experts = self._experts[0].routing.n_experts
         size = len(named), self._n_experts + len(_MEANS) + 1
-        self._sums, self._last = torch.zeros((2, *size), dtype=torch.float64, device=device)
-        self._targets_b = torch.zeros(0)
+        self._sums, self._last = torch.zeros(
+            (2, *size), dtype=torch.float64, device=setup.mesh.device
+        )
         self._by_layer: dict[str, Tensor] = {}
-        self._counting = False
-        self._outcome: Outcome | None = None
+        self._row: dict[str, Any] = {}
         for one, last in zip(self._experts, self._last, strict=True):
             one.look, one.last = self._keep, last
 
@@ -62,20 +61,20 @@ class Load(Feature):
         one.last.copy_(torch.cat((load_e, of_b @ self._targets_b)))
 
     def backward_start(self, window: Window) -> None:
-        self._counting = False
+        for sums in (self._sums, self._last):
+            sums.zero_()
 
     def forward_start(self, targets_bt: Tensor) -> None:
-        self._sums = self._sums + self._last if self._counting else torch.zeros_like(self._sums)
-        self._counting = True
+        self._sums += self._last
         self._targets_b = (targets_bt != IGNORE_INDEX).sum(1).double()
 
     @torch.no_grad()
     def updated(self, window: Window, skip: Any) -> None:
         sums_ln = mesh.total_(self._mesh, self._sums + self._last)
-        load_le, means_ln = sums_ln.split((self._n_experts, len(_MEANS) + 1), 1)
+        load_le, means_ln = sums_ln.tensor_split([self._n_experts], 1)
         total_l1 = load_le.sum(1, keepdim=True)
         below_le = (total_l1 - self._n_experts * load_le).sign()
-        below_le = torch.where(torch.as_tensor(skip, device=below_le.device), 0.0, below_le)
+        below_le = torch.where(torch.as_tensor(skip), 0.0, below_le)
         for one, below_e in zip(self._experts, below_le, strict=True):
             if (bias_e := one.router.balance_bias) is not None:
                 bias_e.add_(below_e.to(bias_e.dtype), alpha=one.routing.balance_rate)
@@ -89,13 +88,14 @@ class Load(Feature):
         return {f"moe/{key}": getattr(self._by_layer[key], how)() for key, how in BY_LAYER.items()}
 
     def by_block(self) -> dict[str, dict[str, Tensor]]:
-        named = self._by_layer.items()
-        return {f"moe/{key}": dict(zip(self._blocks, of_l, strict=True)) for key, of_l in named}
+        return {
+            f"moe/{key}": dict(zip(self._blocks, of_l, strict=True))
+            for key, of_l in self._by_layer.items()
+        }
 
     def finished(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+        found = {f"moe/{key}": outcome.more[f"moe/{key}"] for key in BY_LAYER}
+        self._row = {name: value for name, value in found.items() if math.isfinite(value)}
 
     def row(self, window: Window) -> dict[str, Any]:
-        found = {} if self._outcome is None else self._outcome.more
-        names = (f"moe/{key}" for key in BY_LAYER)
-        return {name: found[name] for name in names if math.isfinite(found.get(name, math.nan))}
+        return self._row

@@ -11,18 +11,17 @@ from llmexp.models.experts import experts_of
 
 def follow(model: nn.Module) -> Callable[[Tensor], None]:
     """Return what moves the biases of a model, from the targets (r, t) of the step that it took."""
-    experts: list[Any] = list(experts_of(model).values())
-    loads: list[list[Tensor]] = [[] for _ in experts]
+    loads: dict[Any, list[Tensor]] = {one: [] for one in experts_of(model).values()}
 
-    def kept(own: list[Tensor]) -> Callable[..., None]:
-        return lambda one, share_bte, load_be, *losses: own.append(load_be)
+    def keep(one: Any, share_bte: Tensor, load_be: Tensor, *losses: Tensor) -> None:
+        loads[one].append(load_be)
 
-    for one, own in zip(experts, loads, strict=True):
-        one.look = kept(own)
+    for one in loads:
+        one.look = keep
 
     def move(targets: Tensor) -> None:
         counted = (targets != -100).any(1)
-        for one, own in zip(experts, loads, strict=True):
+        for one, own in loads.items():
             load_e = torch.cat(own)[counted].sum(0)
             own.clear()
             if one.routing.balance == "bias":
