@@ -40,7 +40,7 @@ def headline(f: Result) -> str:
         return f"Effects of {size}: {'; '.join(told) or f'none is sure; the largest: {largest}'}."
     best, *others = f.ranked
     if f.judged or f.target:
-        lead, near = [best, *f.those(*SMALL)], nearest(f)
+        lead, near = [best, *f.those(*SMALL)], runner_up(f)
         one = ", one seed each" * all(len(r.seeds) == 1 for r in f.ranked)
         unsettled = near and near.verdict != Verdict.WORSE
         status = f"Undecided{one}" if unsettled else "Best" if near else "Alike"
@@ -59,7 +59,7 @@ def headline(f: Result) -> str:
     return f"{status}: {', '.join(filter(None, parts))}{_missing(f, near)}.{rest}"
 
 
-def nearest(f: Result) -> Setting | None:
+def runner_up(f: Result) -> Setting | None:
     """Return the setting that the headline holds against the leading one; None where all is alike.
 
     It is the best of those that are undecided, else the one that is worse by least.

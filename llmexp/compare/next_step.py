@@ -416,8 +416,7 @@ def seeds(k: Known) -> Step | None:
 
 def _as_guess(settings: Iterable[Setting]) -> str:
     """Return what a third seed is for, where two are too few to tell how many it takes."""
-    vague = any(s.difference and s.difference.vague for s in settings)
-    return f"; {THIRD_SEED}" * vague
+    return f"; {THIRD_SEED}" * any(s.difference and s.difference.vague for s in settings)
 
 
 def _affordable(f: Result) -> int:

@@ -13,7 +13,7 @@ from llmexp import features
 from llmexp.compare.budgets import common, equal
 from llmexp.compare.figures import UNITS, broken, cap_of
 from llmexp.compare.folding import varying
-from llmexp.compare.headline import headline, nearest
+from llmexp.compare.headline import headline, runner_up
 from llmexp.compare.judging import SMALL, unmoved
 from llmexp.compare.position import evaluations, positions
 from llmexp.compare.records import (
@@ -312,7 +312,7 @@ def _why(f: Result) -> Iterator[Note]:
         looks = " over all interim analyses" * bool(f.looks)
         of = f" of all {len(f.ranked)} settings" * (len(f.ranked) > 2)
         yield "Intervals", f"at 95 %{looks}, with the noise{of} over their seeds{small}"
-        close = [s for s in (nearest(f), *f.those(*SMALL)) if s]
+        close = [s for s in (runner_up(f), *f.those(*SMALL)) if s]
         pairs = [
             f"{f.ranked[0].label} and {s.label}, {d.details}" for s in close if (d := s.difference)
         ]

@@ -98,15 +98,13 @@ class Record:
 
 def one_spelling(records: Sequence[Record]) -> list[Record]:
     """Return runs with 100 as 100.0 in a key that has floats in others: they are one value."""
-
-    def keys(kind: type) -> set[str]:
-        return {k for r in records for k, v in r.config.items() if type(v) is kind and k != SEED}
+    kinds = {(k, type(v)) for r in records for k, v in r.config.items() if k != SEED}
+    mixed = {k for k, kind in kinds if kind is int and (k, float) in kinds}
 
     def value(key: str, given: Any) -> Any:
         whole = key in mixed and type(given) is int and abs(given) < 2**53
         return float(given) if whole else given
 
-    mixed = keys(int) & keys(float)
     if not mixed:
         return list(records)
     return [replace(r, config={k: value(k, v) for k, v in r.config.items()}) for r in records]
