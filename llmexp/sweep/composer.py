@@ -12,6 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from llmexp.compose.overrides import loader, note_overrides, parsed, unresolved
 
+_PLAIN = re.compile(r"(?!fork\.run\.)(\w+\.)+")  # a key, and a dot
+
 
 class Composer:
     """From the overrides of a point to its config.
@@ -50,23 +52,19 @@ class Composer:
             cfg.hydra.job.id = cfg.hydra.job.num = "???"
         return cfg
 
-    def _plain(self, parsed: Sequence[Override]) -> list[Override]:
-        """Return the overrides that do no more than put a value in the place of another one."""
-        keys = [f"{o.key_or_group}." for o in parsed if not self._is_group(o.key_or_group)]
-        return [o for o in parsed if self._puts_a_value(o) and self._stands_alone(o, keys)]
+    def _plain(self, asked: Sequence[Override]) -> list[Override]:
+        """Return the overrides that do no more than put a value in the place of another one.
 
-    def _puts_a_value(self, o: Override) -> bool:
-        if o.type != OverrideType.CHANGE or o.package is not None or o.is_hydra_override():
-            return False
-        value, key = o.value(), o.key_or_group
-        if key == "fork.run":  # it decides what the others are put over
-            return False
-        if isinstance(value, str) and "$" in value:
-            return False
-        scalar = value is None or isinstance(value, (bool, int, float, str))
-        return scalar and re.fullmatch(r"\w+(\.\w+)*", key) is not None and not self._is_group(key)
-
-    def _stands_alone(self, o: Override, keys: Sequence[str]) -> bool:
-        """Return whether no other override is for the same key, a section of it or one in it."""
-        own = f"{o.key_or_group}."
-        return sum(key.startswith(own) or own.startswith(key) for key in keys) == 1
+        No other override is for the same key, a section of it or one in it.
+        """
+        keys = [f"{o.key_or_group}." for o in asked if not self._is_group(o.key_or_group)]
+        found = []
+        for o in asked:
+            own, kind = f"{o.key_or_group}.", (o.type, o.package, o.is_hydra_override())
+            alone = [key for key in keys if key.startswith(own) or own.startswith(key)] == [own]
+            # fork.run decides what the others are put over
+            if alone and kind == (OverrideType.CHANGE, None, False) and _PLAIN.fullmatch(own):
+                value = o.value()
+                scalar = value is None or isinstance(value, (bool, int, float, str))
+                found += [o] * (scalar and "$" not in str(value))
+        return found

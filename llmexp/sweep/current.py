@@ -52,24 +52,18 @@ class Checker:
         Data are prepared, which the runs need anyway. With `lengthen` each point goes on with the
         run in its folder; with `queue` the folders of the runs are made. Raises ConfigError.
         """
-        able: list[Point] = []
-        refused: list[LedgerEntry] = []
-        self._child = self._child or self._started()
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
+        able, refused = list[Point](), list[LedgerEntry]()
+        child = self._child = self._child or self._started()
+        assert child.stdin is not None
+        assert child.stdout is not None
         question = json.dumps({purpose: [point.request() for point in points]})
-        answers = list[dict[str, Any]]()
         with contextlib.suppress(BrokenPipeError):
-            print(question, file=self._child.stdin, flush=True)
-            for _ in counted(f"{purpose}ing", points):
-                if line := self._child.stdout.readline():
-                    answers.append(json.loads(line))
-        if len(answers) < len(points):
-            code = self._child.wait()
-            raise ConfigError(
-                "failed", f"the check of the sweep's runs ended with exit code {code}"
-            )
-        for point, found in zip(points, answers, strict=True):
+            print(question, file=child.stdin, flush=True)
+        for point in counted(f"{purpose}ing", points):
+            if not (line := child.stdout.readline()):
+                text = f"the check of the sweep's runs ended with exit code {child.wait()}"
+                raise ConfigError("failed", text)
+            found = json.loads(line)
             if "refused" in found:
                 refused.append(point.refused(found["kind"], found["refused"]))
             else:
@@ -134,8 +128,7 @@ class Current:
 
     def began(self, entry: LedgerEntry) -> None:
         """Record that a point's run has begun."""
-        attempts = entry.attempts + 1
-        self.ledger.update(entry, attempts=attempts)
+        self.ledger.update(entry, attempts=entry.attempts + 1)
         entry.state, entry.started, entry.ended = "running", time.time(), None
 
     def ended(self, entry: LedgerEntry) -> None:

@@ -48,27 +48,19 @@ def points_of(cfg: DictConfig, overrides: Sequence[str], knobs: Sweep) -> list[l
     """
     if knobs.screen is None:
         return expand(cfg, overrides)
-    asked = asked_of(cfg, overrides)
-    swept = {o.get_key_element(): o for o in asked if o.is_sweep_override()}
-    values: dict[str, list[str]] = {}
-    for key, o in swept.items():
-        values[key] = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
-        if key != SEED and len(values[key]) != 2:
-            text = "a screen takes two values of each key"
-            two = ",".join(values[key][:2] if len(values[key]) > 2 else ("1e-3", "3e-3"))
-            raise ConfigError(
-                "out_of_range",
-                f"{o.input_line}: {text}; for example {pasteable(f'{key}={two}')}",
-                key,
-            )
-    seeds = [f"{SEED}={seed}" for seed in values.pop(SEED, [])]
+    asked, pairs = asked_of(cfg, overrides), dict[str, list[str]]()
+    for key, o in {o.get_key_element(): o for o in asked if o.is_sweep_override()}.items():
+        values = list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
+        if key != SEED and len(values) != 2:
+            text = f"{o.input_line}: a screen takes two values of each key; for example "
+            text += pasteable(f"{key}={','.join(values[:2] if values[2:] else ('1e-3', '3e-3'))}")
+            raise ConfigError("out_of_range", text, key)
+        pairs[key] = [f"{key}={value}" for value in values]
+    seeds = [[seed] for seed in pairs.pop(SEED, [])] or [[]]
     given = grid_of([o for o in asked if not o.is_sweep_override()])[0]
-    levels = [[f"{key}={value}" for value in two] for key, two in values.items()]
-    found = []
-    for row in design(len(levels), size_of(len(levels), knobs.screen)):
-        point = [*given, *(two[level] for two, level in zip(levels, row, strict=True))]
-        found += [[*point, seed] for seed in seeds] if seeds else [point]
-    return found
+    rows = design(len(pairs), size_of(len(pairs), knobs.screen))
+    points = [[two[level] for two, level in zip(pairs.values(), row, strict=True)] for row in rows]
+    return [[*given, *point, *seed] for point in points for seed in seeds]
 
 
 def size_of(keys: int, runs: int | str) -> int:
@@ -202,8 +194,8 @@ def seeded(
     seeds = list(map(int, texts))
     if len(seeds) > 1 and knobs.resume is None:
         text = "sweep.decide chooses the seeds; leave the key out, and for more seeds at first give"
-        values = ",".join(map(str, seeds))
-        raise refuse("conflict", SEED, values, f"{text} sweep.first_seeds={len(seeds)}")
+        text += f" sweep.first_seeds={len(seeds)}"
+        raise refuse("conflict", SEED, ",".join(map(str, seeds)), text)
     if len(parents := dict.fromkeys(o for row in rows for o in row if key_of(o) == "fork.run")) > 1:
         text = "are several parents, and sweep.decide chooses the seeds; give one parent"
         raise refuse("conflict", "fork.run", ",".join(o.partition("=")[2] for o in parents), text)
@@ -251,16 +243,15 @@ def further_points(
 
 def refuse_undecidable(knobs: Sweep, seeds: Sequence[int], able: Sequence[Point]) -> None:
     """Raise ConfigError where seeds could decide nothing, or no look would be reached."""
-    count = len({tuple(sorted(unseeded(point.overrides))) for point in able})
+    count = len({frozenset(unseeded(point.overrides)) for point in able})
     if count < 2:
         text = "decides between settings, and there is one; give a key several values"
         raise refuse("missing_value", "sweep.decide", True, text, "true clip.max_norm=0.5,1.0")
     spent = [point.spent for point in able]
     if not budgets.equal(one.tokens for one in spent):
         text = "the runs train on unequal numbers of tokens, so no seeds decide; give all"
-        raise refuse(
-            "conflict", "sweep.decide", True, f"{text} train.max_tokens={budgets.common(spent)}"
-        )
+        text += f" train.max_tokens={budgets.common(spent)}"
+        raise refuse("conflict", "sweep.decide", True, text)
     wanted = count * len(seeds) * max(point.facts.run["own_tokens"] for point in able)
     if knobs.max_tokens is not None and knobs.max_tokens < wanted:
         text = f"is less than {plural(len(seeds), 'seed')} of {count} settings take"
@@ -354,14 +345,13 @@ class Deciding:
         knobs, seeds = self.current.knobs, self.seeds(count)
         there = [p for s in self.settings.values() for seed, p in s.items() if seed in seeds]
         runs += more
-        tokens = knobs.max_tokens
+        tokens, hours = knobs.max_tokens, knobs.max_hours
         if tokens is not None and runs * max(p.facts.run["own_tokens"] for p in there) > tokens:
             return f"sweep.max_tokens={tokens}"
-        if (hours := knobs.max_hours) is not None:
-            times = [RunFolder(p.path).summary.get("train_time") for p in there]
-            known = [time for time in times if time is not None]
-            if known and runs * fmean(known) > 3600 * hours:
-                return f"sweep.max_hours={hours:g}"
+        times = [RunFolder(p.path).summary.get("train_time") for p in there if hours is not None]
+        known = [time for time in times if time is not None]
+        if hours is not None and known and runs * fmean(known) > 3600 * hours:
+            return f"sweep.max_hours={hours:g}"
         return None
 
     def seeds(self, count: int) -> list[int]:
@@ -380,11 +370,11 @@ class Deciding:
             swept = [*dict.fromkeys([*first[going[0]].swept, SEED])]
             able, refused = checked(current, new, current.ledger.next_number(), swept)
             self.add(place_points(current, able, refused))
-        asked = [self.settings[s][seed] for seed in self.seeds(count) for s in going
-                 if seed in self.settings[s]]  # fmt: skip
-        asked = [point for point in asked if point.entry.folder not in self.asked]
-        self.asked |= {point.entry.folder for point in asked}
-        run_points(self.current, asked)
+        asked = [p for seed in self.seeds(count) for s in going
+                 if (p := self.settings[s].get(seed))
+                 and p.entry.folder not in self.asked]  # fmt: skip
+        self.asked |= {p.entry.folder for p in asked}
+        run_points(current, asked)
 
     def findings(self, looks: Sequence[Look]) -> Result:
         """Find out what the runs show at these looks."""
@@ -404,9 +394,8 @@ class Deciding:
     def setting_of(self, r: Setting) -> frozenset[str] | None:
         """Return the setting of a rival; None for one that is none of the sweep's, as a twin."""
         runs = {run.path for run in r.runs}
-        its = (s for s, points in self.settings.items()
-               if any(point.path in runs for point in points.values()))  # fmt: skip
-        return next(its, None)
+        places = ((s, p.path) for s, points in self.settings.items() for p in points.values())
+        return next((s for s, path in places if path in runs), None)
 
     def failed(self, setting: frozenset[str]) -> bool:
         """Return whether a run of a setting has failed, so that it gets no further seeds."""

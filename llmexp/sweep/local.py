@@ -21,6 +21,8 @@ from llmexp.system.workers import start_worker, why_fresh
 _LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log
 STDERR = "stderr.log"
+# what a run that lives writes to
+_SIGNS = (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs")
 
 
 class Local:
@@ -69,16 +71,8 @@ class Local:
             if code is None and silent_s < min(_LOOK_S, limit_s):
                 continue
             if code is None:  # what hangs must not hold up the others
-                names = (
-                    rundir.METRICS,
-                    rundir.STATUS,
-                    rundir.LOG,
-                    STDERR,
-                    rundir.CHECKPOINTS,
-                    "logs",
-                )
-                files = [path / name for name in names]
-                seen = tuple(file.stat().st_mtime for file in files if file.exists())
+                files = [path / name for name in _SIGNS]
+                seen = [file.stat().st_mtime for file in files if file.exists()]
                 if seen != job.seen:
                     job.seen, job.seen_at = seen, now
                 elif silent_s > limit_s:

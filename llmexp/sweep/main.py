@@ -54,14 +54,11 @@ def sweep(cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -
             open_ledger(current)
         (run_grid if grid else run_search)(current, overrides)
     path = current.ledger.path
-    again = f"to continue: {rundir.how_to_resume(path, *kept_back(arguments))}"
     if current.ledger.state == "finished":
         return 0, path
-    if current.stopped:
-        say(f"stopped; {again}")
-        return PREEMPTED, path
-    say(f"not all finished; {again}")
-    return 1, path
+    again = f"to continue: {rundir.how_to_resume(path, *kept_back(arguments))}"
+    say(f"{'stopped' if current.stopped else 'not all finished'}; {again}")
+    return PREEMPTED if current.stopped else 1, path
 
 
 def section_of(cfg: DictConfig) -> tuple[Sweep, Path]:

@@ -23,10 +23,11 @@ from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import redacted
 from llmexp.system.text import aligned, duration, gib
 
-# Swept keys that a column would repeat.
-_REPEATED = {
+# Columns, with the keys of what they show; a swept one would repeat them.
+_KEYS = {
     "micro": "batch.micro_batch_size",
     "accum": "batch.gradient_accumulation_steps",
+    "dp": "dp_size",
     "batch": "batch.real_batch_size",
     "length": "batch.sequence_length",
     "steps": "train.max_steps",
@@ -54,9 +55,9 @@ class PlannedSweep:
     @property
     def data(self) -> dict[str, Any]:
         """Return what `llmexp plan -m --json` prints."""
-        pairs = zip(self.points, self.plans, strict=True)
         rows = [
-            {"name": point.entry.name, "values": point.values, **one.data} for point, one in pairs
+            {"name": point.entry.name, "values": point.values, **one.data}
+            for point, one in zip(self.points, self.plans, strict=True)
         ]
         whole = {"points": rows, "total": self.total, "refused": reasons(self.refused)}
         known = [{"name": e.name, "code": e.kind, "message": e.refused} for e in self.refused]
@@ -73,11 +74,9 @@ class PlannedSweep:
                 note = f", {used}" * bool(used) + ", every run to its end" * bool(knobs.halving)
                 note += ", one seed each" * knobs.decide + ", without the twins" * bool(knobs.twins)
                 time = f"{duration(total['duration_s'])} on {plural(total['slots'], 'slot')}"
-                text = f"in all {total['tokens']:,} tokens{flops}, {time}{note}"
-                print(fitted(text), flush=True)
+                print(fitted(f"in all {total['tokens']:,} tokens{flops}, {time}{note}"), flush=True)
             if "sweep.decide" in total:
-                words = seeds_in_words(total["sweep.decide"], knobs)
-                print(fitted(words), flush=True)
+                print(fitted(seeds_in_words(total["sweep.decide"], knobs)), flush=True)
             warn_of_budgets([p.spent for p in self.points], self.knobs, self.words)
         for line in reasons(self.refused):
             print(redacted(f"refused: {line}"), file=sys.stderr)
@@ -87,7 +86,7 @@ class PlannedSweep:
         points, figures, twins = self.points, list(map(cells, self.plans)), self.knobs.twins
         swept = {key for point in points for key in point.values}
         known = dict.fromkeys(name for row in figures for name in row)
-        shown = [name for name in known if _REPEATED.get(name) not in swept]
+        shown = [name for name in known if _KEYS.get(name) not in swept]
         same = [
             name
             for name in shown
@@ -180,19 +179,12 @@ def seeds_in_words(found: Mapping[str, Any], knobs: Sweep) -> str:
 def cells(planned: Planned) -> dict[str, str]:
     """Return the cells of a point's row, by their columns, as far as they are known."""
     run, memory, cost = planned.run, planned.memory, planned.cost
-    ends = run.stages[0], run.stages[-1]
-    accumulation = dict.fromkeys(f"{stage.gradient_accumulation_steps:,}" for stage in ends)
-    real = dict.fromkeys(f"{stage.real_batch_size:,}" for stage in ends)
-    row = {
-        "micro": f"{run.micro_batch_size:,}",
-        "accum": " to ".join(accumulation),
-        "dp": f"{run.dp_size:,}",
-        "batch": " to ".join(real),
-        "length": f"{run.sequence_length:,}",
-        "steps": f"{run.max_steps:,}",
-        "tokens": f"{run.max_tokens:,}",
-        "epochs": f"{run.max_epochs:.4g}",
-    }
+    row, ends = dict[str, str](), (run.stages[0], run.stages[-1])
+    for name, key in _KEYS.items():
+        field = key.rpartition(".")[2]
+        figures = [getattr(end if hasattr(end, field) else run, field) for end in ends]
+        row[name] = " to ".join(dict.fromkeys(f"{figure:,}" for figure in figures))
+    row["epochs"] = f"{run.max_epochs:.4g}"
     if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
     if memory.peak_bytes is not None:
@@ -209,20 +201,19 @@ def cells(planned: Planned) -> dict[str, str]:
 def totals(planned: Sequence[Planned], knobs: Sweep) -> dict[str, Any]:
     """Return what the points take together; what is not known of each is absent."""
     found: dict[str, Any] = {"tokens": sum(one.run.own_tokens for one in planned)}
-    flops = [one.run.total_flops for one in planned]
-    if None not in flops:
-        found["flops"] = sum(n for n in flops if n is not None)
+    flops = [one.run.total_flops for one in planned if one.run.total_flops is not None]
+    if len(flops) == len(planned):
+        found["flops"] = sum(flops)
     costs = [one.cost for one in planned if one.cost is not None]
     if not costs or len(costs) < len(planned):
         return found
     devices = max(one.gpus_here for one in planned)
     needs = [knobs.devices_of(one.run.world_size, one.gpus_here) for one in planned]
-    slots = knobs.at_once(devices, needs)
+    found["slots"] = slots = knobs.at_once(devices, needs)
     # the points are checked by a process that starts as each of them does
     check_s = max(cost.times.import_s + cost.times.start_s for cost in costs)
-    found["slots"] = slots
     found["duration_s"] = check_s + over_slots((cost.duration_s for cost in costs), slots)
-    hours = [cost.gpu_hours for cost in costs if cost.gpu_hours is not None]
-    money = [cost.money for cost in costs if cost.money is not None]
-    found |= {"gpu_hours": sum(hours)} if hours else {}
-    return found | ({"cost_in_currency_of_price": sum(money)} if money else {})
+    for key, field in (("gpu_hours", "gpu_hours"), ("cost_in_currency_of_price", "money")):
+        if known := [v for cost in costs if (v := getattr(cost, field)) is not None]:
+            found[key] = sum(known)
+    return found

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,9 +144,9 @@ class Point:
 
 def point_label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     """Return the swept keys with their values, as a folder's name."""
-    given = [o.partition("=") for o in overrides]
-    values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
-    return as_name("+".join(f"{name}_{unquoted(value)}" for name, value in values)) or "run"
+    given = (o.partition("=") for o in overrides)
+    words = [f"{k.rpartition('.')[2]}_{unquoted(value)}" for k, _, value in given if k in swept]
+    return as_name("+".join(words)) or "run"
 
 
 def as_name(text: str) -> str:
@@ -157,8 +158,7 @@ def as_name(text: str) -> str:
         c if c in "._+-" or unicodedata.category(c)[0] in "LMN" else " "
         for c in unicodedata.normalize("NFC", text)
     ]
-    name = re.sub(" +", "_", "".join(kept)).encode()[:120]
-    return name.decode(errors="ignore").strip("._-")
+    return re.sub(" +", "_", "".join(kept)).encode()[:120].decode(errors="ignore").strip("._-")
 
 
 def load_points(
@@ -173,18 +173,15 @@ def load_points(
 
     `swept`: the keys that differ between the points of the sweep; without it, between these.
     """
-    values: dict[str, set[str]] = {}
-    for override in itertools.chain.from_iterable(job_overrides):
-        values.setdefault(override.partition("=")[0], set()).add(override)
-    swept = list(swept) or [key for key, given in values.items() if len(given) > 1]
-    points: list[Point] = []
-    refused: list[LedgerEntry] = []
+    keys = Counter(o.partition("=")[0] for o in dict.fromkeys(itertools.chain(*job_overrides)))
+    swept = list(swept) or [key for key, values in keys.items() if values > 1]
+    points, refused = list[Point](), list[LedgerEntry]()
     for number, overrides in enumerate(counted("composing", job_overrides), first):
         label = point_label(overrides, swept)
         entry = LedgerEntry(number, label, "", None, visible(overrides))  # its folder is not known
         try:
             with user_errors():
-                cfg = composer(overrides, entry.label)
+                cfg = composer(overrides, label)
             config = with_devices(typed_config(cfg), knobs)
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
@@ -204,8 +201,7 @@ def split_duplicates(points: Sequence[Point]) -> tuple[list[Point], list[LedgerE
 
     Configs are as solved where that is known.
     """
-    kept: list[Point] = []
-    refused: list[LedgerEntry] = []
+    kept, refused = list[Point](), list[LedgerEntry]()
     configs, folders = dict[str, Point](), dict[Path, Point]()
     for point in points:
         same = configs.setdefault(point.solved, point)
@@ -265,8 +261,7 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     Raises ConfigError.
     """
     params = cfg.hydra.sweeper.get("params") or {}
-    typed = set(map(key_of, overrides))
-    typed |= set(BUDGETS) if budgets_in(overrides) else set()
+    typed = {*map(key_of, overrides), *(BUDGETS if budgets_in(overrides) else ())}
     # the command line replaces a file
     fixed = [f"{k}={v}" for k, v in params.items() if str(k).lstrip("+") not in typed]
     # Those of Hydra's own are in what the points are composed from.
@@ -294,9 +289,8 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
 
 
 def no_start(refused: Sequence[LedgerEntry]) -> ConfigError:
-    return ConfigError(
-        refused[0].kind, "no run was started, because\n  " + "\n  ".join(reasons(refused))
-    )
+    text = "\n  ".join(["no run was started, because", *reasons(refused)])
+    return ConfigError(refused[0].kind, text)
 
 
 def reasons(refused: Sequence[LedgerEntry]) -> list[str]:

@@ -124,8 +124,7 @@ class Ray:
         task = self._ray.remote(train_task).options(**room)
         cold = "" if self._current.knobs.warm else "sweep.warm=false"
         cold = cold or ("a process of Ray that has GPUs gets one task" if gpus else "")
-        handle = task.remote(str(point.path.absolute()), self._environment, cold)
-        return [Submitted(point, handle)]
+        return [Submitted(point, task.remote(str(point.path.absolute()), self._environment, cold))]
 
     def look(self, jobs: Sequence[Submitted]) -> list[Submitted]:
         ended, handles = [], [job.handle for job in jobs]
@@ -135,8 +134,7 @@ class Ray:
             if job.handle in done:
                 job.ended_at = min(job.ended_at, time.monotonic())
                 if rundir.is_vacant(path, job.ended_at):  # else it saves
-                    stopped = self._current.stopped
-                    how = _finish(self._ray, job.handle, path, stopped=stopped)
+                    how = _finish(self._ray, job.handle, path, stopped=self._current.stopped)
                     self._current.ledger.update(job.point.entry, **how)
                     ended.append(job)
             elif not job.seen and rundir.read_status(path).get("state") == "running":

@@ -60,14 +60,13 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
                 raise ConfigError("other_run", f"{key}: {text}; start another search", key)
         begin_sweep(current)
         trials, wanted = history(current, space), current.knobs.search.trials or 0
+        many = plural(len(trials), "trial")
         if outside := sum(frozen(trial, space) is None for trial in trials):
-            text = (
-                f"{outside} of {plural(len(trials), 'trial')} lie outside of what is searched now"
-            )
-            say(f"{text}; nothing is learnt from them")
+            text = "lie outside of what is searched now; nothing is learnt from them"
+            say(f"{outside} of {many} {text}")
         if len(trials) >= wanted:
             more = f"sweep.search.trials={len(trials) + 10}"
-            say(f"{plural(len(trials), 'trial')} of {wanted} have finished; for more: {more}")
+            say(f"{many} of {wanted} have finished; for more: {more}")
     batch = [params_of(e, space) for e in trials_of(current) if has_no_end(e)]
     facts: PointFacts | None = None
     while not current.over:
@@ -83,8 +82,7 @@ def run_search(current: Current, overrides: Sequence[str]) -> None:
         run_rungs(current, placed)
         batch, facts = [], placed[0].facts if placed else facts
         if proposed and not current.over and len(trials_of(current)) == known:
-            text = "the sampler repeated a trial"
-            say(f"{text}; stopping after {plural(known, 'trial')}")
+            say(f"the sampler repeated a trial; stopping after {plural(known, 'trial')}")
             break
     confirm(current)
 
@@ -103,13 +101,8 @@ def refuse_bad_search(current: Current, space: Mapping[str, Any]) -> None:
         )
     numbers = [key for key, of in space.items() if hasattr(of, "low")]
     if sampler == "cmaes" and (len(numbers) < len(space) or len(space) < 2):
-        raise refuse(
-            "unsupported",
-            "sweep.search.sampler",
-            sampler,
-            "searches two or more numbers only",
-            "tpe",
-        )
+        text = "searches two or more numbers only"
+        raise refuse("unsupported", "sweep.search.sampler", sampler, text, "tpe")
 
 
 def distribution(o: Override) -> Any:
@@ -120,32 +113,26 @@ def distribution(o: Override) -> Any:
         text = f"a search needs the package optuna; {how_to_install('optuna')}"
         raise ConfigError("missing_package", f"sweep.search.trials: {text}") from None
     sweep: Any = o.value()
+    key, where = o.get_key_element(), f"{o.input_line}: "
     if not hasattr(sweep, "tags"):  # a glob
-        text = "a search takes an interval, a range or choices"
-        raise ConfigError(
-            "wrong_type", f"{o.input_line}: {text}; for example 'optimizer.lr=interval(1e-4,1e-2)'"
-        )
+        text = "a search takes an interval, a range or choices; for example "
+        raise ConfigError("wrong_type", f"{where}{text}'optimizer.lr=interval(1e-4,1e-2)'")
     log = "log" in sweep.tags
     if o.is_interval_sweep():
         if not sweep.start < sweep.end or (log and sweep.start <= 0):
             needed = "its lower end must be below the upper one"
-            example = f"{o.get_key_element()}=tag(log,interval(1e-4,1e-2))"
-            more = ", and above 0 on a log scale" if log else ""
-            raise ConfigError(
-                "out_of_range", f"{o.input_line}: {needed}{more}; for example '{example}'"
-            )
+            needed += ", and above 0 on a log scale" * log
+            example = f"'{key}=tag(log,interval(1e-4,1e-2))'"
+            raise ConfigError("out_of_range", f"{where}{needed}; for example {example}")
         whole = isinstance(sweep.start, int)
         kind = distributions.IntDistribution if whole else distributions.FloatDistribution
         return kind(sweep.start, sweep.end, log=log)
-    key = o.get_key_element()
     texts = [as_text(f"{key}={t}").partition("=")[2] for t in o.sweep_string_iterator()]
     if o.is_range_sweep() and all(text.lstrip("-").isdigit() for text in texts):
         numbers = sorted(map(int, texts))
         if log and numbers[0] <= 0:
-            way = "begin it at 1, or leave out tag(log,...)"
-            raise ConfigError(
-                "out_of_range", f"{o.input_line}: a log scale has no place for {numbers[0]}; {way}"
-            )
+            text = f"a log scale has no place for {numbers[0]}; begin it at 1, or leave out "
+            raise ConfigError("out_of_range", f"{where}{text}tag(log,...)")
         step = 1 if log else int(abs(sweep.step))
         return distributions.IntDistribution(numbers[0], numbers[-1], log=log, step=step)
     return distributions.CategoricalDistribution(texts)
@@ -181,13 +168,12 @@ def suggest(
             asked = study.ask(dict(space))
             assert asked.relative_params is not None  # which asks the sampler
             study.tell(asked, known.value, state=known.state)
-    tried = {tuple(trial.params.get(key) for key in space) for trial in trials}
-    found: list[dict[str, str]] = []
+    tried = [{key: t.params.get(key) for key in space} for t in trials]
+    found = list[dict[str, str]]()
     for _ in range(count * _TRIES):
         params = study.ask(dict(space)).params
         texts = {key: _written(params[key], of) for key, of in space.items()}
-        if tuple(texts.values()) not in tried and len(found) < count:
-            tried.add(tuple(texts.values()))
+        if texts not in [*tried, *found]:
             found.append(texts)
         if len(found) == count:
             break
@@ -247,14 +233,13 @@ def history(current: Current, space: Mapping[str, Any]) -> list[Trial]:
     values, found = values_of_trials(current), []
     worst = max(values.values(), default=None)
     for e in trials_of(current):
-        state, value, step = "COMPLETE", values.get(e.folder, worst), 0
+        value, step = values.get(e.folder, worst), 0
+        state = "FAIL" if value is None else "COMPLETE"
         if e.rung is not None and e.folder not in values:
             path = current.ledger.path / e.folder
             step = stop_of(rundir.read_run(path), e.rung)
             state, value = "PRUNED", score(path, step)
-        found.append(
-            Trial(params_of(e, space), state if value is not None else "FAIL", value, step)
-        )
+        found.append(Trial(params_of(e, space), state, value, step))
     return found
 
 
@@ -279,14 +264,13 @@ def batch_size(current: Current, facts: PointFacts | None) -> int:
 
     `facts`: of a trial so far; before the first one it is not known how many run at once.
     """
-    knobs, most = current.knobs, current.knobs.max_parallel or 1
+    knobs = current.knobs
+    most, wanted = knobs.max_parallel or 1, knobs.search.trials or 0
     if knobs.max_parallel is None and current.launcher == "slurm":
         most = current.place.array_parallelism
     elif knobs.max_parallel is None and facts is not None:
-        need = knobs.devices_of(facts.ranks, facts.devices)
-        most = knobs.at_once(facts.devices, [need])
-    assert knobs.search.trials is not None
-    return max(0, min(most, knobs.search.trials - len(trials_of(current))))
+        most = knobs.at_once(facts.devices, [knobs.devices_of(facts.ranks, facts.devices)])
+    return max(0, min(most, wanted - len(trials_of(current))))
 
 
 def confirm(current: Current) -> None:
@@ -294,14 +278,13 @@ def confirm(current: Current) -> None:
     search = current.knobs.search
     if current.over or current.opened is None or not search.rerun_top:
         return
-    ledger = current.ledger
+    ledger, copies = current.ledger, list[Point]()
     own = {e.folder: e for e in ledger.points}
-    best = [own[folder] for folder in list(values_of_trials(current))[: search.rerun_top]]
-    copies: list[Point] = []
-    for entry in best:
-        seed = rundir.built_config(ledger.path / entry.folder).train.seed
+    best = list(values_of_trials(current))[: search.rerun_top]
+    for folder in best:
+        seed = rundir.built_config(ledger.path / folder).train.seed
         fresh = fresh_seeds([str(seed)], search.seeds)
-        copies += copies_of(current, entry, "seed", map(int, fresh))
+        copies += copies_of(current, own[folder], "seed", map(int, fresh))
     there = [e for e in ledger.points if ledger.is_fresh(e) and has_no_end(e)]
     count = plural(len(best), "trial") if len(best) > 1 else "trial"
     why = f"the best {count} again, with {plural(search.seeds, 'fresh seed')} each"

@@ -10,15 +10,7 @@ from typing import Any
 from llmexp.config.convert import convert_section
 from llmexp.config.kinds import Kind
 from llmexp.config.knobs import idle
-from llmexp.config.values import (
-    choice,
-    count,
-    flatten,
-    knob,
-    refuse,
-    section_knobs,
-    where,
-)
+from llmexp.config.values import choice, count, flatten, knob, refuse, section_knobs, where
 
 _IN_A_GRID, _NO_SCREEN = where("sweep.search.trials", None), where("sweep.screen", None)
 _DECIDING, _ONE_BY_ONE = where("sweep.decide"), where("sweep.decide", False)

@@ -43,8 +43,7 @@ class Display:
         self._at = 0.0
 
     def __enter__(self) -> Display:
-        points = self._ledger.points
-        self._state = {entry.folder: entry.state for entry in points}
+        self._state = {entry.folder: entry.state for entry in self._ledger.points}
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -78,8 +77,7 @@ class Display:
             from rich.text import Text
 
             self._at = now
-            shown = Text(self.view(), no_wrap=True, overflow="ellipsis")
-            self._live.update(shown, refresh=True)
+            self._live.update(Text(self.view(), no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def view(self) -> str:
         """Return the live table, with as many points as there is room for."""
@@ -109,13 +107,10 @@ class Display:
 
     def _time_left(self, left: dict[str, float]) -> str:
         """Return when the sweep may end, from what is under way and the mean time of a point."""
-        points, now = self._ledger.points, time.time()
-        took = []
-        for entry in points:
-            if entry.started and entry.folder in left:
-                took.append(now - entry.started + left[entry.folder])
-            elif entry.started and entry.ended and entry.state == "finished":
-                took.append(entry.ended - entry.started)
+        points, now, took = self._ledger.points, time.time(), list[float]()
+        for e in points:
+            ended = now + left[e.folder] if e.folder in left else e.state == "finished" and e.ended
+            took += [ended - e.started] if ended and e.started else []
         if not took or not left:
             return ""
         queued = sum(e.state == "queued" for e in points) / self.slots
@@ -176,12 +171,11 @@ def shown_as(value: Any, form: str) -> str:
 
 def counts(ledger: Ledger) -> str:
     """Return how many points are in which state."""
-    states = Counter[str]()
-    for entry in ledger.points:
-        if entry.rung is not None:
-            states[f"out at {entry.rung:.3g} of its steps"] += 1
-        else:
-            states["waiting" if waits(entry, ledger.path) else entry.state] += 1
+    states = Counter(
+        f"out at {e.rung:.3g} of its steps" if e.rung is not None
+        else "waiting" if waits(e, ledger.path) else e.state
+        for e in ledger.points
+    )  # fmt: skip
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
@@ -194,8 +188,7 @@ def results_table(ledger: Ledger) -> str:
         state = entry.state if entry.rung is None else f"out at {entry.rung:.3g}"
         cells = [name_of(entry, ledger.swept), state]
         for key in ("train/loss", "val/loss"):
-            loss = summary.get(f"final {key}", run.last_row(key).get(key))
-            cells.append(shown_as(loss, ".4f"))
+            cells.append(shown_as(summary.get(f"final {key}", run.last_row(key).get(key)), ".4f"))
         rows.append((*cells, shown_as(summary.get("mean tokens_per_sec"), ",.0f")))
     return aligned(rows, left=2, width=width_of(sys.stdout))
 
@@ -225,13 +218,11 @@ def naming(
     short = short_keys(keys)
     columns = [("", *(short[key] for key in keys))]
     for n, values in points:
-        cells = {key: short_value(value) for key, value in values.items()}
-        columns.append((str(n), *(cells.get(key, "") for key in keys)))
+        columns.append((str(n), *(short_value(values[k]) if k in values else "" for k in keys)))
     whole = [(*a, *b) for a, b in zip(columns, rest, strict=True)]
     if width is None or len(aligned(whole, left=0).partition("\n")[0]) <= width:
         return columns
-    names = [f"{n} {short_label(values)}".rstrip() for n, values in points]
-    return [("run",), *((name,) for name in names)]
+    return [("run",), *((f"{n} {short_label(values)}".rstrip(),) for n, values in points)]
 
 
 def warn_of_budgets(spent: Sequence[budgets.Spent], knobs: Sweep, arguments: Sequence[str]) -> None:

@@ -271,13 +271,12 @@ class Slurm:
         when = "while the run was under way" if own == "running" else "before the run started"
         cause = f"the Slurm job {job.handle} {how} {when}"
         end = conclude_run(job.point.path, Left.GONE, cause=cause)
-        texts = {
+        return {
             "failed": f"failed: {end.error}",
             "finished": "finished",
             "preempted": f"preempted; the job {how}",
             "running": f"left alone: another process is training there; the job {how}",
-        }
-        return texts[end.state]
+        }[end.state]
 
     def cancel(self, jobs: list[Submitted], signal: int | None) -> int:
         """Leave the jobs alone; without a signal, take those back that have not started."""

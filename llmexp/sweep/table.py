@@ -45,10 +45,9 @@ def open_ledger(current: Current) -> None:
     """Make the sweep's folder with its ledger, or find it, and lock it. Raises ConfigError."""
     path, resumed = current.where, current.resumed
     if resumed and not os.access(path, os.W_OK | os.X_OK):
-        way = "copy the sweep to one that can, with all its runs, and continue there"
-        raise refuse(
-            "disk", "sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep"
-        )
+        text = "this folder cannot be written; copy the sweep to one that can, with all its runs, "
+        text += "and continue there"
+        raise refuse("disk", "sweep.resume", path, text, "/tmp/sweep")
     if not resumed:  # two of one second get two folders
         path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(rundir.locked(path, ledgers.LOCK, "running the sweep in"))
@@ -61,9 +60,9 @@ def open_ledger(current: Current) -> None:
     else:
         ledger = ledgers.rebuilt(path, str(current.cfg.name), current.launcher, arguments)
         ledger.grid = current.grid
-    if resumed and not there:
-        runs = plural(len(ledger.points), "run")
-        say(f"{path / ledgers.LEDGER}: is missing and is rebuilt from {runs}")
+        if resumed:
+            runs = plural(len(ledger.points), "run")
+            say(f"{path / ledgers.LEDGER}: is missing and is rebuilt from {runs}")
     if ledger.grid != current.grid:
         kind, other = ("grid", "search") if ledger.grid else ("search", "grid")
         text = f"is a {kind}, which cannot continue as a {other}; leave sweep.resume out"
@@ -109,20 +108,17 @@ def checked(
     if current.launcher != "slurm":
         for point in points:
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
-    same = list[LedgerEntry]()
-    if current.grid:  # a search may ask twice for one
-        points, same = split_duplicates(points)
-        if same and strict:
-            raise no_start([*same, *refused])
+    # a search may ask twice for one
+    points, same = split_duplicates(points) if current.grid else (points, [])
+    if same and strict:
+        raise no_start([*same, *refused])
     able, unable = current.checker.check(points)
     wanted = current.knobs.devices_per_run or 0
     most = len(visible_devices(max((point.facts.devices for point in able), default=0)))
     if current.launcher == "local" and 0 < most < wanted:
         raise refuse("no_device", "sweep.devices_per_run", wanted, f"this host has {most}", most)
-    if current.grid:
-        able, solved = split_duplicates(able)
-        same += solved
-    refused = [*same, *refused, *unable]
+    able, solved = split_duplicates(able) if current.grid else (able, [])
+    refused = [*same, *solved, *refused, *unable]
     if refused and (strict or not (able or current.begun)):
         raise no_start(refused)
     return able, refused
@@ -135,17 +131,13 @@ def place_points(
 
     Raises ConfigError before anything is written.
     """
-    known, longer = dict[str, LedgerEntry](), dict[str, LedgerEntry]()
-    if current.opened:
-        known = entries_of(current.ledger, points)
+    known = entries_of(current.ledger, points) if current.opened else {}
     if current.opened and current.grid and not current.begun:
-        longer = lengthened(current, [p for p in points if p.identity not in known])
+        known |= lengthened(current, [p for p in points if p.identity not in known])
     begin_sweep(current)
     ledger, placed = current.ledger, dict[str, Point]()
     for point in points:
-        entry, more = known.get(point.identity), longer.get(point.identity)
-        if more is not None:
-            entry, more.overrides = more, point.entry.overrides
+        entry = known.get(point.identity)
         if entry is None:
             point = told_apart(point, ledger)
             entry = point.entry
@@ -178,16 +170,16 @@ def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry
     A point is known by its config as composed, or by the solved one in a run's folder; one that
     could not run by its overrides.
     """
-    known = {e.identity: e for e in ledger.points if e.identity is not None}
-    solved, found = dict[str, LedgerEntry](), dict[str, LedgerEntry]()
+    known, solved = {e.identity: e for e in ledger.points}, dict[str, LedgerEntry]()
     if any(point.identity not in known for point in points):  # some may be there in other words
         for e in ledger.points:
             with contextlib.suppress(ConfigError):
                 solved[ledgers.config_identity(rundir.read_config(ledger.path / e.folder))] = e
-    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
+    infeasible = {str(e.overrides): e for e in ledger.points if e.state == "infeasible"}
+    found = dict[str, LedgerEntry]()
     for point in points:
         entry = known.get(point.identity) or solved.get(point.solved)
-        if entry := entry or infeasible.get(tuple(point.entry.overrides)):
+        if entry := entry or infeasible.get(str(point.entry.overrides)):
             found[point.identity] = entry
     return found
 
@@ -243,15 +235,15 @@ def lengthened(current: Current, new: Sequence[Point]) -> dict[str, LedgerEntry]
         if e.state != "infeasible" and not e.is_twin:
             with contextlib.suppress(Exception):  # files that it needs may be gone
                 config = typed_config(current.composer(e.overrides, e.label))
-                there.append((e, flat_of(with_devices(config, current.knobs))))
+                there.append((e, without_budget(with_devices(config, current.knobs))))
     found, asked = dict[str, LedgerEntry](), list[Point]()
     for point in new:
         swept = {key.lstrip("+") for key in (*point.swept, *ledger.swept)}
-        whole = flat_of(point.config)
-        same = (e for e, flat in there if without_budget(flat) == without_budget(whole))
+        rest = without_budget(point.config)
+        same = (e for e, flat in there if flat == rest)
         entry = None if swept & set(BUDGETS) else next(same, None)
         if entry is None:
-            refuse_shared(ledger, whole, [flat for _, flat in there], swept)
+            refuse_shared(ledger, rest, [flat for _, flat in there], swept)
         else:
             found[point.identity] = entry
             placed = dataclasses.replace(point, entry=entry, where=ledger.path)
@@ -262,14 +254,15 @@ def lengthened(current: Current, new: Sequence[Point]) -> dict[str, LedgerEntry]
     _, refused = current.checker.check(asked, "lengthen")
     if refused:
         raise no_start(refused)
+    for point in new:
+        if point.identity in found:
+            found[point.identity].overrides = point.entry.overrides
     return found
 
 
-def flat_of(config: Config) -> dict[str, Any]:
-    return deciding_result(flatten(plain(config)))
-
-
-def without_budget(flat: Mapping[str, Any]) -> dict[str, Any]:
+def without_budget(config: Config) -> dict[str, Any]:
+    """Return what decides the result of a run, but for its budget."""
+    flat = deciding_result(flatten(plain(config)))
     return {key: value for key, value in flat.items() if key not in BUDGETS}
 
 
@@ -281,20 +274,16 @@ def refuse_shared(
         return
     for key, value in flat.items():
         section, values = key.partition(".")[0], {repr(other.get(key)) for other in others}
-        own = {key, section} & {*swept, *BUDGETS}
-        if own or len(values) > 1 or repr(value) in values:
+        if {key, section} & swept or len(values) > 1 or repr(value) in values:
             continue
         old = others[0].get(key)
         way = "new runs come from keys with several values, others from a sweep of their own"
         if key.endswith("._target_"):
-            raise ConfigError(
-                "other_run", f"{section}: all runs of {ledger.path} share another one; {way}"
-            )
+            text = f"{section}: all runs of {ledger.path} share another one; {way}"
+            raise ConfigError("other_run", text)
         text = f"all runs of {ledger.path} have {short_value(old)}; {way}"
-        both = f"{short_value(old)},{short_value(value)}"
-        raise refuse(
-            "other_run", key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None
-        )
+        both = re.fullmatch(r"[\w.,+-]+", f"{short_value(old)},{short_value(value)}")
+        raise refuse("other_run", key, value, text, both and both[0])
 
 
 def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Iterable[int]) -> list[Point]:
@@ -302,13 +291,11 @@ def copies_of(current: Current, lead: LedgerEntry, knob: str, values: Iterable[i
     ledger, key = current.ledger, f"train.{knob}"
     config = rundir.built_config(ledger.path / lead.folder)
     rest = [o for o in lead.overrides if not o.startswith(f"{key}=")]
-    copies = []
+    swept, copies = [*dict.fromkeys([*ledger.swept, key])], []
     for value in values:
-        asked = [*rest, f"{key}={value}"]
+        entry = LedgerEntry(0, "", "", None, [*rest, f"{key}={value}"])
         copy = with_knobs(config, train={knob: value, "stop_step": None})
-        entry = LedgerEntry(0, "", "", None, asked)
-        swept = [*dict.fromkeys([*ledger.swept, key])]
-        copies.append(Point(entry, ledger.path, asked, swept, copy))
+        copies.append(Point(entry, ledger.path, entry.overrides, swept, copy))
     return place_points(current, copies)
 
 
@@ -324,8 +311,8 @@ def left_of(current: Current, entries: Iterable[LedgerEntry]) -> list[Point]:
         except ConfigError as error:
             entry.not_started(str(error))
             continue
-        overrides, swept = entry.overrides, ledger.swept
-        points.append(Point(entry, ledger.path, overrides, swept, config, group=ledger.group))
+        of = entry, ledger.path, entry.overrides, ledger.swept, config
+        points.append(Point(*of, group=ledger.group))
     return startable(current, points)
 
 
