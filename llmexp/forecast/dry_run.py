@@ -27,7 +27,7 @@ from llmexp.mesh import fake_group
 from llmexp.metrics.keys import OTHER_WEIGHTS
 from llmexp.models import offload
 from llmexp.models.planned import planned_for
-from llmexp.optim.precision import parameter_dtype, settings_kept
+from llmexp.optim.precision import autocast, parameter_dtype, settings_kept
 from llmexp.optim.states import apart, traits_of
 from llmexp.optim.updating import held_by
 from llmexp.run.layout import Layout
@@ -71,8 +71,8 @@ def rehearse(
 
     `device`: None is a CPU. `compiled`: with the loss of a compiled step; the rest is as without.
 
-    The second of two steps is counted, when the moments are there; of its micro-batches no more
-    than two are taken, because each further one holds what the second does.
+    A step is counted when the moments are there; of its micro-batches no more than two are taken,
+    because each further one holds what the second does.
     """
     place = "cuda" if device is not None and torch.cuda.is_available() else "cpu"
     config = with_knobs(parts.config, train={"compile": False})
@@ -116,7 +116,7 @@ def rehearse(
         _watch(counting, setup.loss, "forward", "loss")
         for optimizer in setup.optimizers:
             _rehearse_states(optimizer)
-        _step(made, setup, cut, 1)
+        _first_step(made, setup, cut)
         _name(counting, setup)
         counting.restart()
         beside.clear()
@@ -201,14 +201,28 @@ def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> No
     setattr(module, method, watched)
 
 
+def _first_step(parts: Parts, setup: Setup, cut: Cut) -> None:
+    """Make the moments, and under FSDP the places that parameters are gathered to.
+
+    Gradients are there already, but for DDP's: only it needs a backward pass, and features that
+    look into one.
+    """
+    if setup.mesh.sharded:
+        ids_bt = torch.zeros(cut.micro, parts.run.sequence_length, dtype=torch.int64)
+        with torch.no_grad(), autocast(parts.precision, setup.mesh.device):
+            setup.module(ids_bt, ids_bt)
+        mesh.reshard(setup.module)
+    looks = any(feature.looks for feature in setup.features)
+    _step(parts, setup, cut, int(looks or setup.module is not setup.loss))
+
+
 def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
     """Train a step, one of those in which features hold most."""
     length = parts.run.sequence_length
     every = math.lcm(*(feature.every or 1 for feature in setup.features))
     ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
-    window = Window(
-        every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
-    )
+    targets = cut.micro * length * max(micro_batches, 1)
+    window = Window(every - 1, [(ids_bt, ids_bt)] * micro_batches, targets, 0)
     setup.features.at("backward_start", window)
     train_step(setup, window, lambda: 0)
 

@@ -32,6 +32,7 @@ USABLE = 0.9
 WORKSPACES = {"h": 2 * 32 * 2**20, "b": 2 * 32 * 2**20}
 WORKSPACE = 2 * 8.1 * 2**20
 SHARDS = (2, 4, 8)  # ranks of FSDP that are tried where a run has one rank
+BETWEEN_STEPS = ("parameters", "gradients", "moments")
 Remedy = tuple[str, Cut]  # overrides, and the cut that they make
 
 
@@ -90,6 +91,14 @@ class Forecast:
         return sum(held[kind] for kind in KINDS) + self.room.taken
 
     def fits(self, cut: Cut) -> bool:
+        """Return whether a cut fits; it is not rehearsed if what it holds between steps does not.
+
+        That is what the run's own cut holds, in as many parts as there are ranks that share it.
+        """
+        if (own := self._known.get(self.cut)) is not None and cut not in self._known:
+            held = sum(own[kind] for kind in BETWEEN_STEPS) * _shards(self.cut) / _shards(cut)
+            if held + self.room.taken > self.room.usable:
+                return False
         return self.needed(cut) <= self.room.usable
 
     def figures(self) -> dict[str, Any]:
@@ -109,6 +118,10 @@ class Forecast:
         sizes = [n for n in range(1, min(at_most, self.whole) + 1) if self.whole % n == 0]
         fit = bisect.bisect_left(sizes, True, key=lambda n: not self.fits(cut_to(cut, n)))
         return cut_to(cut, sizes[fit - 1]) if fit else None
+
+
+def _shards(cut: Cut) -> int:
+    return cut.layout.shard_size * cut.layout.tensor_parallel_size
 
 
 def cut_to(cut: Cut, micro: int) -> Cut:

@@ -194,14 +194,15 @@ def _parts(
     """Yield sorted rows, the experts that they go to, and the product of both, written to `out`.
 
     These are all at once where `in_one_kernel` says so. Else they are one expert after the other:
-    what is made for it stays in the cache of a CPU. A plan takes experts as evenly loaded.
+    what is made for it stays in the cache of a CPU. A plan takes experts as evenly loaded, and two
+    of them: all hold as much, each beside the rest of the one before.
     """
     if in_one_kernel(like, gate_efd):
         yield slice(None), slice(None), lambda a, b, out: out.copy_(F.grouped_mm(a, b, offs=ends_e))
         return
     on_cpu, e = kind_of(like.device) == "cpu", len(gate_efd)
     start, product = 0, _rounded if like.dtype.itemsize == 2 and on_cpu else torch.mm
-    ends = ends_e.tolist() if has_values() else [m * one // e for one in range(1, e + 1)]
+    ends = ends_e.tolist() if has_values() else [-(-m // e), -(-m // e) * 2][:e]
     for expert, end in enumerate(ends):
         yield slice(start, end), expert, product
         start = end

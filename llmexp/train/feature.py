@@ -29,6 +29,7 @@ class Feature:
     name = ""  # of its state in checkpoints; of a user's feature own_NAME, or own_ and its class
     refuses = ""  # what a step is whose update `judge` skips, in words
     every: int | None = None  # steps between those in which it holds most memory
+    looks = False  # true: it looks into a backward pass, without which it has no step
     loop: Any = None  # the `Loop`, from `begin` on
 
     # In the thread that reads ahead; of one feature at most.

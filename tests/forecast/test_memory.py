@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.config.convert import with_knobs
 from llmexp.data.window import Window
-from llmexp.forecast import memory
+from llmexp.forecast import dry_run, memory
+from llmexp.forecast.counting import Counting
 from llmexp.forecast.dry_run import KINDS, cut_of, rehearse
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.models.initial import BLOCK
@@ -208,7 +210,7 @@ def test_what_would_be_offloaded_is_planned_as_not_compiled(monkeypatch):
     def takes(parts: Parts, cut: Any, precision: str, device: Any, compiled: bool) -> Any:
         kind = cut.parallelism.activation_checkpointing
         rehearsed.append((kind, compiled))
-        return dict.fromkeys(KINDS, 0 if kind == "offload" else memory.GIB)
+        return dict.fromkeys(KINDS, 0) | {"activations": 0 if kind == "offload" else 9 * memory.GIB}
 
     monkeypatch.setattr(memory, "rehearse", takes)
     parts = parts_of(*LLAMA, "batch.micro_batch_size=1")
@@ -239,6 +241,63 @@ def test_ranks_that_share_the_tokens_share_the_activations(model):
     # or less: the tokens are rounded to bf16 once for all products
     assert 0.85 * alone / 4 < shared < 1.01 * alone / 4
     assert a_block(*four) > 1.3 * shared
+
+
+def test_a_cut_is_rehearsed_only_where_it_can_fit(monkeypatch):
+    """What is held between steps is known of the run's own cut: 12 GiB, over the ranks of FSDP."""
+    tried = []
+
+    def takes(parts: Parts, cut: Any, *more: Any) -> dict[str, int]:
+        ranks = cut.layout.shard_size
+        tried.append((ranks, cut.micro, cut.parallelism.activation_checkpointing))
+        held = dict.fromkeys(("parameters", "gradients", "moments"), 4 * memory.GIB // ranks)
+        return dict.fromkeys(KINDS, 0) | held
+
+    monkeypatch.setattr(memory, "rehearse", takes)
+    parts = parts_of(*LLAMA, EIGHT)
+    for usable, ranks in ((1.7, 8), (3.2, 4), (1.5, None)):
+        tried.clear()
+        there = memory.Room(device_named("h200"), "h200", usable * memory.GIB, usable * memory.GIB)
+        rows = dict(memory.memory_sections(memory.Forecast(parts, "bf16", there, True)))
+        way = f"parallelism=fsdp parallelism.nproc_per_node={ranks} (" if ranks else "nothing that"
+        assert rows["would fit"].startswith(way)
+        assert tried == [(1, 8, "none"), *([(ranks, 8, "none")] if ranks else [])]
+
+
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [([], [0, 1]), (["batch.gradient_accumulation_steps=3"], [0, 2]),
+     (["parallelism=ddp", "parallelism.nproc_per_node=2"], [1, 1]),
+     (["metrics.layers_every=1"], [1, 1])],
+)  # fmt: skip
+def test_the_step_before_the_counted_one_has_a_backward_pass_only_where_one_is_needed(
+    more, passes, monkeypatch
+):
+    taken = []
+
+    def counted(setup: Any, window: Window, *others: Any) -> Any:
+        taken.append(len(window.micro_batches))
+        return train_step(setup, window, *others)
+
+    monkeypatch.setattr(dry_run, "train_step", counted)
+    parts = parts_of(*GPT, "model.n_layers=1", *more)
+    rehearse(parts, cut_of(parts), "fp32", None)
+    assert taken == passes
+
+
+def test_experts_of_a_plan_are_not_gone_through_one_by_one(monkeypatch):
+    """As many operations for 4 as for 32, on a CPU with Muon, where a run goes through them."""
+    count, dispatch = Counter[int](), Counting.__torch_dispatch__
+
+    def counted(self: Any, *call: Any) -> Any:
+        count[experts] += 1
+        return dispatch(self, *call)
+
+    monkeypatch.setattr(Counting, "__torch_dispatch__", counted)
+    for experts in (4, 32):
+        parts = parts_of(*MOE, "model.n_layers=1", f"model.n_experts={experts}", "optimizer=muon")
+        rehearse(parts, cut_of(parts), "fp32", None)
+    assert 0 < count[4] == count[32]
 
 
 def planned(capsys, *overrides: str) -> str:

@@ -26,7 +26,7 @@ def make(parts: Parts, setup: Setup) -> LayerByLayer:
 class LayerByLayer(Feature):
     """Take the figures of chosen steps, which wait on the device; write those asked for."""
 
-    name = "layers"
+    name, looks = "layers", True
     loop: Loop
 
     def __init__(self, parts: Parts, setup: Setup, every: int | None, always: bool) -> None:

@@ -15,6 +15,7 @@ from torch.optim._muon import _adjust_lr
 from llmexp import mesh
 from llmexp.config.values import choice, count, knob, refuse
 from llmexp.models.common import held_in_rows
+from llmexp.models.planned import has_values
 from llmexp.optim.optimizers.adamw import adamw_of
 from llmexp.optim.optimizers.settings import Knobs
 from llmexp.optim.updating import trained
@@ -70,6 +71,9 @@ def orthogonalize(matrix: Tensor, rows: Sequence[Triple], safety: float, eps: fl
     Multiplications and their order are torch's (`torch.optim.Muon`), which takes the matrix in bf16
     and no taller than wide. Of several, as of experts, each is taken by itself.
     """
+    if matrix.ndim > 2 and not has_values():  # a plan: the last one, beside the others' results
+        others = torch.empty_like(matrix[1:])
+        return torch.cat((orthogonalize(matrix[0], rows, safety, eps)[None], others))
     if matrix.ndim > 2:
         return torch.stack([orthogonalize(one, rows, safety, eps) for one in matrix])
     norm = matrix.norm()
