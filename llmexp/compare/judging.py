@@ -135,9 +135,14 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     """
     sign = f.metric.sign
     same = defaultdict(list)
+    alike = defaultdict(list)  # the numbers of those that may be equal
     for i, r in enumerate(group):
-        r.identity = next((o.identity for o in group[:i] if _equal(o, r)), r.computation)
+        keys = (r.computation, frozenset(r.seeds.items()))
+        near = (group[j] for j in sorted({j for key in keys for j in alike[key]}))
+        r.identity = next((o.identity for o in near if _equal(o, r)), r.computation)
         same[r.identity].append(r)
+        for key in keys:
+            alike[key].append(i)
     candidates = [
         min(those, key=lambda r: (-len(r.seeds), bool(r.values.get(TWIN)), sign * r.mean))
         for those in same.values()
