@@ -135,7 +135,7 @@ def _judge(f: Result, group: Sequence[Setting], share: float) -> tuple[Setting, 
     """
     sign = f.metric.sign
     same = defaultdict(list)
-    alike = defaultdict(list)  # the numbers of those that may be equal
+    alike: dict[object, list[int]] = defaultdict(list)  # the numbers of those that may be equal
     for i, r in enumerate(group):
         keys = (r.computation, frozenset(r.seeds.items()))
         near = (group[j] for j in sorted({j for key in keys for j in alike[key]}))
