@@ -72,12 +72,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     given = [key_of(override) for override in overrides]
     budget = set(given).intersection(BUDGETS)
     if rundir.read_status(path).get("state") == "finished" and not budget:
-        if overrides:
-            text = f"this run is finished, so {shlex.join(overrides)} would change nothing"
-            way = "to train on, give a longer budget (train.max_steps=...), or fork it"
-            raise ConfigError("finished_run", f"{path}: {text}; {way}: {forking(path, overrides)}")
-        child.say(f"{path}: this run is finished; nothing to do")
-        return 0
+        return _leave(path, overrides)
     if own := next((key for key in given if key.startswith(("hydra.", "hydra/", "fork."))), None):
         raise ConfigError("unsupported", f"{own}: a resumed run keeps its folder; leave this out")
     with contextlib.closing(worker.Worker()) as waiting:
@@ -93,6 +88,16 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         if budget and "schedule.warmup_steps" not in given:
             request["note"] = note_of(before, config)
         return waiting.run(request)[0]
+
+
+def _leave(path: Path, overrides: Sequence[str]) -> int:
+    """Say that a finished run has nothing to do. Raises ConfigError for `overrides`."""
+    if overrides:
+        text = f"this run is finished, so {shlex.join(overrides)} would change nothing"
+        way = "to train on, give a longer budget (train.max_steps=...), or fork it"
+        raise ConfigError("finished_run", f"{path}: {text}; {way}: {forking(path, overrides)}")
+    child.say(f"{path}: this run is finished; nothing to do")
+    return 0
 
 
 def note_of(before: Config, now: Config) -> str | None:

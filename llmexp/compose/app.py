@@ -332,12 +332,16 @@ def typed_config(
         config = forking.recut(config, given)
     refuse_dead(cfg, config, given, chosen=beneath is None)
     if FOLDER_NAME.fullmatch(config.name) is None or len(os.fsencode(config.name)) > 240:
-        text = (
-            "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its "
-            "start; hydra.run.dir takes any path"
-        )
-        raise refuse("wrong_type", "name", repr(config.name[:100]), text, "my_run")
+        raise _no_name(config.name)
     return config
+
+
+def _no_name(name: str) -> ConfigError:
+    text = (
+        "must be one folder name: 1 to 80 characters, in 240 bytes, no /, no dot or - at its "
+        "start; hydra.run.dir takes any path"
+    )
+    return refuse("wrong_type", "name", repr(name[:100]), text, "my_run")
 
 
 def _unplaced(cfg: DictConfig) -> ConfigError:

@@ -50,25 +50,42 @@ def put(cfg: DictConfig, overrides: Sequence[Override], swept: Sequence[Override
     Raises ConfigError for all keys that it does not have, those that are `swept` with them, and
     for a value that does not fit there.
     """
-    given, unknown_keys = [str(o.input_line) for o in overrides], dict[str, ConfigError]()
-    for override in overrides:
+    given = [str(o.input_line) for o in overrides]
+    for number, override in enumerate(overrides, 1):
         try:
             _put_one(cfg, override, given)
         except ConfigError as error:
-            if error.kind != "unknown_key":
-                if unknown_keys:  # which come first
-                    break
-                raise
-            unknown_keys[str(error)] = error
-    for override in swept if unknown_keys else ():
+            raise _with_others(error, cfg, overrides[number:], swept, given) from None
+
+
+def _with_others(
+    error: ConfigError,
+    cfg: DictConfig,
+    left: Sequence[Override],
+    swept: Sequence[Override],
+    given: Sequence[str],
+) -> ConfigError:
+    """Return the error with all further keys that the config does not have, if it is one of these.
+
+    `left`: the overrides after it, which may need each other; another error among them ends these.
+    """
+    texts = dict.fromkeys([str(error)])
+    if error.kind != "unknown_key":
+        return error
+    for override in left:
+        try:
+            _put_one(cfg, override, given)
+        except ConfigError as other:
+            if other.kind != "unknown_key":
+                break
+            texts[str(other)] = None
+    for override in swept:
         try:
             _check(override, override.get_key_element().lstrip("+~"), None, unresolved(cfg), given)
-        except ConfigError as error:
-            if error.kind == "unknown_key":
-                unknown_keys[str(error)] = error
-    if unknown_keys:
-        key = next(iter(unknown_keys.values())).key
-        raise ConfigError("unknown_key", "\n".join(unknown_keys), key)
+        except ConfigError as other:
+            if other.kind == "unknown_key":
+                texts[str(other)] = None
+    return ConfigError(error.kind, "\n".join(texts), error.key)
 
 
 def _put_one(cfg: DictConfig, override: Override, given: Sequence[str]) -> None:

@@ -243,9 +243,7 @@ def resolve(
     """
     values = fill(values, section)
     if "_target_" not in values:
-        example = _EXAMPLES.get(section.partition(".")[0], "llmexp.optim.optimizers.adamw.adamw")
-        text = f"it names the function, for example {section}._target_={example}"
-        raise ConfigError("missing_value", f"{section}._target_: this key is missing; {text}")
+        raise _nameless(section)
     common = COMMON.get(section, ())
     for name in common:
         if name in values:
@@ -268,6 +266,13 @@ def resolve(
         elif kind in (str, str | None) and isinstance(knobs[name], (bool, int, float)):
             convert_value(str, knobs[name], f"{section}.{name}", Knob(""))  # refuses a number
     return target, knobs
+
+
+def _nameless(section: str) -> ConfigError:
+    """Return the error for a section that does not say which function it is for."""
+    example = _EXAMPLES.get(section.partition(".")[0], "llmexp.optim.optimizers.adamw.adamw")
+    text = f"it names the function, for example {section}._target_={example}"
+    return ConfigError("missing_value", f"{section}._target_: this key is missing; {text}")
 
 
 def arguments_of(target: Callable[..., Any]) -> dict[str, tuple[Any, Knob]]:

@@ -76,11 +76,15 @@ def _opened(array: np.ndarray) -> Shard:
     mapped, name = (getattr(array, key, None) for key in ("_mmap", "filename"))
     if mapped is None or name is None:
         return Shard("an array in memory", array, ids)
+    return _of_file(array, ids, mapped, str(name))
+
+
+def _of_file(array: np.ndarray, ids: np.ndarray, mapped: Any, name: str) -> Shard:
     size, state, sample = mapped.size(), None, ""
     with contextlib.suppress(OSError):  # else a temporary file without a name any more
         inode, _, written, changed = file_state(name)
         state, sample = (inode, size, written, changed), sampled(name)
-    return Shard(str(name), array, ids, mapped, size, state, sample)
+    return Shard(name, array, ids, mapped, size, state, sample)
 
 
 class TokenStream:

@@ -206,11 +206,9 @@ def build_row(loop: Loop, outcome: Outcome, window: Window) -> Plain:
     memory = hardware.peak_memory_gib(loop.mesh.device)
     row["peak_memory_gib"] = mesh.largest(loop.mesh, memory)
     row["amp"] = int(run.precision in ("bf16", "fp16"))
-    left: float = run.max_steps - step
-    if run.ramp:  # later steps may take longer
-        sequences = run.total_sequences - run.sequences_at(step)
-        left = sequences / run.stage_at(step - 1).real_batch_size
-    row["eta"] = left * row["step_time"]
+    # in steps of today's size: later ones may take longer
+    left = run.total_sequences - run.sequences_at(step)
+    row["eta"] = left / run.stage_at(step - 1).real_batch_size * row["step_time"]
     return row
 
 

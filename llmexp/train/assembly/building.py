@@ -206,7 +206,8 @@ class _Undrawn(TorchFunctionMode):
 
 def build_on_meta(section: Plain, kind: str, end: int | None) -> nn.Module:
     """Build the model of a section without memory. Raises ConfigError."""
-    with torch.device("meta"), _Undrawn():
+    drawn = contextlib.nullcontext() if draws_by_blocks(section) else _Undrawn()
+    with torch.device("meta"), drawn:
         return build_model(section, kind, end)
 
 

@@ -200,14 +200,8 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
             f"{run.max_steps}: the base rate is never reached"
         )
     kind = str(config.optimizer.get("name") or config.optimizer["_target_"]).replace("_", "")
-    if "schedulefree" in kind.lower():  # its average takes the decay's place
-        factor = rate_factor(config.schedule, run.max_steps)
-        last = run.max_steps - 1
-        if factor(last) < factor(min(run.warmup_updates, last)):
-            yield (
-                "the rate of a schedule-free optimizer falls: its average takes the decay's place "
-                "(docs/optimizers.md); schedule=constant with a warm-up is advised"
-            )
+    if "schedulefree" in kind.lower():
+        yield from _falls(config, run)
     start = fill(config.schedule.get("decay_start"), "schedule.decay_start")
     if isinstance(start, int) and start >= run.max_steps:
         yield (
@@ -223,6 +217,16 @@ def _too_late(config: Config, run: Run) -> Iterator[str]:
         yield text
     if config.batch.ramp or config.data.get("stages"):
         yield from _stages_too_late(config, run)
+
+
+def _falls(config: Config, run: Run) -> Iterator[str]:
+    """Yield that the rate falls, where the average of the weights takes the decay's place."""
+    factor, last = rate_factor(config.schedule, run.max_steps), run.max_steps - 1
+    if factor(last) < factor(min(run.warmup_updates, last)):
+        yield (
+            "the rate of a schedule-free optimizer falls: its average takes the decay's place "
+            "(docs/optimizers.md); schedule=constant with a warm-up is advised"
+        )
 
 
 def _stages_too_late(config: Config, run: Run) -> Iterator[str]:
