@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,8 @@ def memory_sections(forecast: Forecast) -> list[tuple[str, str]]:
         accumulation = f"batch.gradient_accumulation_steps={smaller.accumulation}"
         found = [(f"batch.micro_batch_size={smaller.micro} {accumulation}", smaller)]
     for remedies in (_recomputed(forecast), _sharded(cut)):
-        found += [one for one in remedies if forecast.fits(one[1])][:1]
+        fit = (one for one in remedies if forecast.fits(one[1]))
+        found += itertools.islice(fit, 1)
     texts = [f"{way} ({gib(forecast.needed(other))} GiB)" for way, other in found]
     rows.append(("would fit", "; ".join(texts) or "nothing that was tried"))
     return rows

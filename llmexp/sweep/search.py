@@ -115,8 +115,9 @@ def distribution(o: Override) -> Any:
     sweep: Any = o.value()
     key, where = o.get_key_element(), f"{o.input_line}: "
     if not hasattr(sweep, "tags"):  # a glob
-        text = "a search takes an interval, a range or choices; for example "
-        raise ConfigError("wrong_type", f"{where}{text}'optimizer.lr=interval(1e-4,1e-2)'")
+        text = "a search takes an interval, a range or choices"
+        example = "for example 'optimizer.lr=interval(1e-4,1e-2)'"
+        raise ConfigError("wrong_type", f"{where}{text}; {example}")
     log = "log" in sweep.tags
     if o.is_interval_sweep():
         if not sweep.start < sweep.end or (log and sweep.start <= 0):
