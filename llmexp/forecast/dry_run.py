@@ -219,7 +219,7 @@ def _first_step(parts: Parts, setup: Setup, cut: Cut) -> None:
 def _step(parts: Parts, setup: Setup, cut: Cut, micro_batches: int) -> None:
     """Train a step, one of those in which features hold most."""
     length = parts.run.sequence_length
-    every = math.lcm(*(feature.every or 1 for feature in setup.features))
+    every = math.lcm(*(feature.peaks_every or 1 for feature in setup.features))
     ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
     targets = cut.micro * length * max(micro_batches, 1)
     window = Window(every - 1, [(ids_bt, ids_bt)] * micro_batches, targets, 0)

@@ -28,7 +28,7 @@ class Feature:
 
     name = ""  # of its state in checkpoints; of a user's feature own_NAME, or own_ and its class
     refuses = ""  # what a step is whose update `judge` skips, in words
-    every: int | None = None  # steps between those in which it holds most memory
+    peaks_every: int | None = None  # steps between those in which it holds most memory, for plans
     looks = False  # true: it looks into a backward pass, without which it has no step
     loop: Any = None  # the `Loop`, from `begin` on
 
@@ -87,11 +87,11 @@ class Feature:
     # Between the steps; here the host may wait.
 
     def row(self, window: Window) -> Plain:
-        """Return figures for the row of the last step, by names that it does not have yet."""
+        """Return figures for the row of the last step if it has one, by names that are free."""
         return {}
 
     def measure(self, step: int, last: bool) -> Callable[[], dict[str, float]] | None:
-        """Return what measures figures for the row of a step, which then has one; None: nothing."""
+        """Return what measures figures of a step, which has a row then; None: nothing is due."""
         return None
 
     def evaluate(self, losses: Callable[[str], dict[str, float]]) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Feature:
     # Around the steps.
 
     def begin(self, loop: Any) -> None:
-        """Begin; `loop` stands where the run goes on."""
+        """Begin; `loop` stands where the run goes on, with the weights and states of there."""
         self.loop = loop
 
     def train_start(self) -> None:

@@ -30,14 +30,15 @@ class LayerByLayer(Feature):
     loop: Loop
 
     def __init__(self, parts: Parts, setup: Setup, every: int | None, always: bool) -> None:
-        self.every, self._always = every, always
+        self.peaks_every = self._every = every
+        self._always = always
         self._mesh, self._model, self._features = setup.mesh, setup.model, setup.features
         self._layers = Layers(setup.mesh, setup.loss, parts.precision)
         self.last: deque[tuple[int, Taken]] = deque(maxlen=STEPS_KEPT)  # by step, on the device
         self._lines: Rows | None = None
 
     def _wanted(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
+        return self._every is not None and step % self._every == 0
 
     def _due(self, window: Window) -> bool:
         return self._always or self._wanted(window.step + 1)

@@ -29,7 +29,7 @@ class Noise(Feature):
     loop: Loop
 
     def __init__(self, setup: Setup, every: int, sequence_length: int) -> None:
-        self.every, self._parameters = every, setup.parameters
+        self.peaks_every, self._parameters = every, setup.parameters
         self._small, self.scale = SmallGradient(setup.mesh, every), NoiseScale(sequence_length)
 
     def around_backward(self, window: Window, number: int) -> AbstractContextManager[None]:
