@@ -233,8 +233,9 @@ class Surface(Law):
         self.count, self.target, self._asked = count, target, place  # FLOPs to predict at, or that
         self.sizes, self.tokens, self.x, _ = ladder.figures(count)
         x, compute = np.log([self.sizes, self.tokens]), np.log(self.x)
-        need = "train at least 3 sizes at 3 budgets, or fit one axis; for example --form power"
-        super().__init__(ladder, ladder.points, x, seed, f"{need} --by tokens")
+        need = f"train at least 3 sizes at 3 budgets, or fit one axis to {LEAST_OF_POWER} points"
+        need += f" at {VALUES} values; for example --form power --by tokens"
+        super().__init__(ladder, ladder.points, x, seed, need)
         self.rungs = rungs_of_sizes(compute, self.sizes)
         self.frontier = Frontier(self.ensemble.laws, FlopsBySize.of(x[0], compute - x[1]))
         self.last, found = self.rungs[-1].runs, [r.compute for r in self.rungs]
