@@ -46,7 +46,8 @@ def planned_for(kind: str, memory: float) -> Iterator[None]:
 def operation(body: Callable[..., Any]) -> Any:
     """Return what calls a function as one operation, which compilers and plans do not look into.
 
-    The first call of one by torch.library.custom_op would import torch._dynamo, for a second.
+    It is for callers without gradients: autograd would else look into it. The first call of one by
+    torch.library.custom_op would import torch._dynamo, for a second.
     """
     name = f"llmexp::{body.__name__}"
     schema = torch.library.infer_schema(body, mutates_args=())
