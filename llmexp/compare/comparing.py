@@ -101,7 +101,8 @@ def findings(
     groups = folding.folded(records)
     differing = folding.differing_keys([group[0] for group in groups])
     mixed = len({tokenizer_sha(r) for r in taking_part} - {""}) > 1
-    found = [folding.setting_of(g, differing, _tokenizer_note(g[0]) * mixed) for g in groups]
+    notes = [_tokenizer_note(group[0]) if mixed else "" for group in groups]
+    found = [folding.setting_of(g, differing, note) for g, note in zip(groups, notes, strict=True)]
     columns = columns_of({measured, *(key for s in found for key in s.figures)}, better)
     columns = tuple(replace(c, digits=5) if c.key == measured else c for c in columns)
     metric = _metric(found, columns, sort, mixed)
@@ -109,10 +110,8 @@ def findings(
     factors = folding.factors([s for s in found if s.out not in APART], differing)
     folding.label(found, factors)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
-    if min_effect is None:  # that of the sweep of all runs; a figure of others has no known unit
-        of_sweeps = {r.min_effect for r in records}
-        own = of_sweeps.pop() if len(of_sweeps) == 1 else None
-        min_effect = NEGLIGIBLE * is_loss(metric.key) if own is None else own
+    if min_effect is None:
+        min_effect = _min_effect(records, metric)
     result = Result(
         settings=found, differing=differing, factors=factors, columns=(), metric=metric,
         align=align, align_at=None if read is None else read.at, target=aim, mixed=mixed,
@@ -145,6 +144,15 @@ def _metric(
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
     live = [e for e in found if not e.out] or found
     return known[next((key for key in order if any(key in e.figures for e in live)), order[0])]
+
+
+def _min_effect(records: Sequence[Record], metric: Column) -> float:
+    """Return the difference that matters in the sweep of all runs, else the usual one."""
+    of_sweeps = {r.min_effect for r in records}
+    own = of_sweeps.pop() if len(of_sweeps) == 1 else None
+    if own is None:
+        own = NEGLIGIBLE if is_loss(metric.key) else 0.0  # a figure of others has no known unit
+    return own
 
 
 def _groups(keys: Sequence[str]) -> str:
@@ -207,7 +215,9 @@ def _batch(records: Sequence[Record]) -> str:
         if isinstance(size, int):
             cuts[size, repr(r.config.get("batch.ramp"))].add(folding.batch_cut(r))
     several = any(len(found) > 1 for found in cuts.values())
-    return (("same", "iso-batch"), ("scaling", "mixed"))[len(cuts) > 1][several]
+    if len(cuts) > 1:
+        return "mixed" if several else "scaling"
+    return "iso-batch" if several else "same"
 
 
 def tokenizer_sha(record: Record) -> str:

@@ -283,12 +283,14 @@ def train_losses(record: Record) -> np.ndarray:
     if not record.step:
         return np.zeros(0)
     losses, targets = (record.steps[key] for key in ("train/loss", "target_tokens"))
-    both = np.where(np.isfinite(losses), [losses * targets, targets], 0.0)
-    sums = np.cumsum(np.pad(both, ((0, 0), (1, 0))), axis=1)
+    known = np.isfinite(losses)
+    sums, counts = (
+        np.append(0.0, np.cumsum(np.where(known, x, 0.0))) for x in (losses * targets, targets)
+    )
     ends = np.arange(1, record.step + 1)
     begins = np.maximum(0, ends - np.maximum(10, np.ceil(TAIL * ends).astype(int)))
     with np.errstate(invalid="ignore"):
-        return np.divide(*(sums[:, ends] - sums[:, begins]))
+        return (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
 
 
 def columns_of(

@@ -123,13 +123,13 @@ def setting_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str
         error = str(r.status.get("error") or "") if r.state in ("failed", "preempted") else ""
         notes += [r.lost, left, one_line(error, 200)]
     return Setting(
-        name,
-        tuple(group),
-        {key: first.config.get(key) for key in keys},
-        figures,
-        intervals,
-        max((r.state for r in group), key=["", *STATES].index),
-        "; ".join(note for note in dict.fromkeys(notes) if note),
+        name=name,
+        runs=tuple(group),
+        values={key: first.config.get(key) for key in keys},
+        figures=figures,
+        intervals=intervals,
+        state=max((r.state for r in group), key=["", *STATES].index),
+        note="; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )
 
@@ -167,8 +167,9 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
     varied = varying(settings, differing)
     keys = [key for key in varied if all(key in e.values for e in settings) and key != SEED]
     if RULE in swept or all(r.config.get(RULE, "none") != "none" for r in runs):
-        set_by_it = (*CUT_KEYS, *BATCH_TOTALS) * any(rule_sets_batch(r.config) for r in runs)
-        own = [k for k in keys if k in swept or not (_BY_RULE.fullmatch(k) or k in set_by_it)]
+        batches = any(rule_sets_batch(r.config) for r in runs)
+        of_batch = {*CUT_KEYS, *BATCH_TOTALS} if batches else set()
+        own = [k for k in keys if k in swept or not (_BY_RULE.fullmatch(k) or k in of_batch)]
         keys = own or keys
 
     def follows(key: str, other: str) -> bool:
@@ -188,9 +189,12 @@ def _independent(settings: Sequence[Setting], differing: Sequence[str]) -> list[
         pairs = {(repr(e.values[other]), repr(e.values[key])) for e in settings}
         return len(pairs) == len({value for value, _ in pairs})
 
-    keys.sort(key=lambda key: _PREFERRED.index(key) if key in _PREFERRED else -1)
+    def weight(key: str) -> tuple[bool, bool, int]:
+        preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
+        return key not in swept, not key.startswith(("batch.", "fork.")), preferred
+
     kept: list[str] = []
-    for key in sorted(keys, key=lambda k: (k not in swept, not k.startswith(("batch.", "fork.")))):
+    for key in sorted(keys, key=weight):
         if key in swept or not any(follows(key, other) for other in kept):
             kept.append(key)
     return kept

@@ -48,13 +48,12 @@ def put_experts(blocks: nn.ModuleList, routing: Routing, parametrization: str) -
     Raises ConfigError for what does not fit together.
     """
     first, layers, most = routing.first_dense_layers, len(blocks), routing.n_experts
-    none_left = f"leaves none of model.n_layers={layers} for experts"
-    for key, value, text, top in (
-        ("first_dense_layers", first, none_left, layers - 1),
-        ("experts_per_token", routing.per_token, f"there are model.n_experts={most}", most),
-    ):
-        if value > top:
-            raise refuse("out_of_range", f"model.{key}", value, text, top)
+    if first >= layers:
+        text = f"leaves none of model.n_layers={layers} for experts"
+        raise refuse("out_of_range", "model.first_dense_layers", first, text, layers - 1)
+    if routing.per_token > most:
+        text = f"there are model.n_experts={most}"
+        raise refuse("out_of_range", "model.experts_per_token", routing.per_token, text, most)
     if routing.per_token == 1 and routing.norm_topk:
         text = "with model.experts_per_token=1 each weight is divided by itself: no router learns"
         raise refuse("conflict", "model.norm_topk", True, text, False)
