@@ -66,5 +66,6 @@ class Composer:
             if alone and kind == (OverrideType.CHANGE, None, False) and _PLAIN.fullmatch(own):
                 value = o.value()
                 scalar = value is None or isinstance(value, (bool, int, float, str))
-                found += [o] * (scalar and "$" not in str(value))
+                if scalar and "$" not in str(value):
+                    found.append(o)
         return found

@@ -348,10 +348,11 @@ class Deciding:
         tokens, hours = knobs.max_tokens, knobs.max_hours
         if tokens is not None and runs * max(p.facts.run["own_tokens"] for p in there) > tokens:
             return f"sweep.max_tokens={tokens}"
-        times = [RunFolder(p.path).summary.get("train_time") for p in there if hours is not None]
-        known = [time for time in times if time is not None]
-        if hours is not None and known and runs * fmean(known) > 3600 * hours:
-            return f"sweep.max_hours={hours:g}"
+        if hours is not None:
+            times = [RunFolder(p.path).summary.get("train_time") for p in there]
+            known = [time for time in times if time is not None]
+            if known and runs * fmean(known) > 3600 * hours:
+                return f"sweep.max_hours={hours:g}"
         return None
 
     def seeds(self, count: int) -> list[int]:

@@ -169,12 +169,13 @@ def suggest(
             asked = study.ask(dict(space))
             assert asked.relative_params is not None  # which asks the sampler
             study.tell(asked, known.value, state=known.state)
-    tried = [{key: t.params.get(key) for key in space} for t in trials]
+    tried = {tuple(trial.params.get(key) for key in space) for trial in trials}
     found = list[dict[str, str]]()
     for _ in range(count * _TRIES):
         params = study.ask(dict(space)).params
         texts = {key: _written(params[key], of) for key, of in space.items()}
-        if texts not in [*tried, *found]:
+        if (values := tuple(texts.values())) not in tried:
+            tried.add(values)
             found.append(texts)
         if len(found) == count:
             break

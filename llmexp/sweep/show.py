@@ -108,9 +108,11 @@ class Display:
     def _time_left(self, left: dict[str, float]) -> str:
         """Return when the sweep may end, from what is under way and the mean time of a point."""
         points, now, took = self._ledger.points, time.time(), list[float]()
-        for e in points:
-            ended = now + left[e.folder] if e.folder in left else e.state == "finished" and e.ended
-            took += [ended - e.started] if ended and e.started else []
+        for entry in points:
+            if entry.started and entry.folder in left:
+                took.append(now - entry.started + left[entry.folder])
+            elif entry.started and entry.ended and entry.state == "finished":
+                took.append(entry.ended - entry.started)
         if not took or not left:
             return ""
         queued = sum(e.state == "queued" for e in points) / self.slots
@@ -171,11 +173,12 @@ def shown_as(value: Any, form: str) -> str:
 
 def counts(ledger: Ledger) -> str:
     """Return how many points are in which state."""
-    states = Counter(
-        f"out at {e.rung:.3g} of its steps" if e.rung is not None
-        else "waiting" if waits(e, ledger.path) else e.state
-        for e in ledger.points
-    )  # fmt: skip
+    states = Counter[str]()
+    for entry in ledger.points:
+        if entry.rung is not None:
+            states[f"out at {entry.rung:.3g} of its steps"] += 1
+        else:
+            states["waiting" if waits(entry, ledger.path) else entry.state] += 1
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
