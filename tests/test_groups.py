@@ -1,17 +1,23 @@
-"""Factors on rate and weight decay by patterns of names, with each optimizer. tests/train/
-test_invariance.py holds them against float64 in every cut and layout."""
+"""Factors on rate and weight decay by patterns of names, the same ones whatever wraps the model.
+tests/train/test_invariance.py holds them against float64 in every cut and layout."""
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 from llmexp.config.values import ConfigError
 from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
 from llmexp.optim import groups, held, updating
 from llmexp.optim.optimizers import adamw, lion, muon, sgd
 from llmexp.optim.optimizers.settings import Group
+from llmexp.optim.patterns import first_matches, plain_names
 from tests.conftest import TINY, llmexp, train
 from tests.tools import exact, run_here, same_state, weights
 
@@ -56,62 +62,109 @@ def test_each_parameter_is_as_in_a_run_with_its_rate_and_decay(name):
     runs.append(trained(name, 0.02, 0.3, []))
     for key, value in got.items():
         place = 0 if ".mlp." in key else 1 if key.startswith("token_embedding") else 2
-        assert torch.equal(value, runs[place][key]), key
-        others = [run[key] for run in runs[:place] + runs[place + 1 :]]
-        assert not any(torch.equal(value, other) for other in others), key
+        assert [torch.equal(value, run[key]) for run in runs] == [n == place for n in range(3)], key
 
 
 def test_a_fork_keeps_its_groups_and_ends_as_the_unbroken_run(tmp_path):
-    given = [*RUN, GIVEN, "checkpoint.keep=null", "checkpoint.every=3"]
-    whole = train(tmp_path, "whole", *given)
-    forked = ["train", "fork.run=whole@3", "hydra.run.dir=fork"]
-    assert llmexp(*forked, cwd=tmp_path).code == 0
-    fork = dataclasses.replace(whole, folder=tmp_path / "fork")
+    whole = train(tmp_path, "whole", *RUN, GIVEN, "checkpoint.keep=null", "checkpoint.every=3")
+    fork, plain = (dataclasses.replace(whole, folder=tmp_path / name) for name in ("fork", "plain"))
+    for run, more in ((fork, []), (plain, ["optimizer.groups=[]"])):
+        forked = ["train", "fork.run=whole@3", f"hydra.run.dir={run.folder.name}", *more]
+        assert llmexp(*forked, cwd=tmp_path).code == 0
     assert exact(fork) == [row for row in exact(whole) if row["step"] > 3]
     same_state(fork.checkpoint(6), whole.checkpoint(6))
-    without = [*forked[:2], "optimizer.groups=[]", "hydra.run.dir=without"]
-    assert llmexp(*without, cwd=tmp_path).code == 0
-    plain = dataclasses.replace(whole, folder=tmp_path / "without")
-    assert not torch.equal(
-        weights(plain, 6)["token_embedding.weight"], weights(whole, 6)["token_embedding.weight"]
-    )
+    embeddings = (weights(run, 6)["token_embedding.weight"] for run in (plain, whole))
+    assert not torch.equal(*embeddings)
 
 
-def test_a_plan_lists_what_each_group_takes(capfd):
+def test_a_plan_lists_what_each_group_takes(capfd, words):
     run = json.loads(run_here(capfd, "plan", *TINY, *RUN, GIVEN, "--json").out)
-    taken = [list(group.values()) for group in run["groups"]]
     mlp, embedding = 2 * (2 * 16 * 24 + 24 + 16), run["vocab_size"] * 16
-    rest = run["parameters"] - mlp - embedding
-    assert taken == [
+    assert [list(group.values()) for group in run["groups"]] == [
         ["*.mlp.*", 0.3, 2.0, 8, mlp],
         ["*.token_embedding.*", 3.0, 0.0, 1, embedding],
-        ["", 1.0, 1.0, 27, rest],
+        ["", 1.0, 1.0, 27, run["parameters"] - mlp - embedding],
     ]
-    text = " ".join(run_here(capfd, "plan", *TINY, *RUN, GIVEN).out.split())
-    assert f"group *.mlp.*: 8 tensors, {mlp:,} parameters, rate x 0.3, weight decay x 2 " in text
-    size = f"27 tensors, {rest:,} parameters"
-    assert f"group all others: {size}, rate and weight decay of the optimizer" in text
+    text = run_here(capfd, "plan", *TINY, *RUN, GIVEN).out
+    words("plan/groups", "\n".join(re.findall(r"^.*group .*(?:\n  +.*)?", text, re.M)))
 
 
-def test_what_a_group_cannot_do_is_refused():
-    def given(optimizer, *found: Group) -> None:
-        with pytest.raises(ConfigError) as refused:
-            groups.by_name(model, [optimizer], found)
-        texts.append(str(refused.value))
+SIZES = {"vocab_size": 32, "max_position_embeddings": 8, "n_layers": 11, "n_heads": 2}
+SIZES |= {"d_model": 8, "d_ff": 8}
 
-    model, texts = GPT2(32, 8, 1, 2, 8, 8), list[str]()
-    given(torch.optim.SGD(model.parameters()), Group("*.head.*", 0.5))
-    given(torch.optim.LBFGS(model.parameters()), Group("*", 0.5))
-    given(torch.optim.Rprop(model.parameters()), Group("*.mlp.*"), Group("*", 1.0, 0.5))
-    given(torch.optim.SGD(model.blocks.parameters()), Group("*.token_embedding.*", 0.5))
-    assert "optimizer.groups.0.match=*.head.*: matches no parameter of the model" in texts[0]
-    assert texts[1].startswith("optimizer=LBFGS: takes one rate for all parameters")
-    assert texts[2].startswith("optimizer.groups.1.weight_decay=0.5: Rprop has no weight decay")
-    assert texts[3].startswith("optimizer.groups.0.match=*.token_embedding.*: matches no")
-    given(sgd.sgd(model, lr=0.1), Group("*.mlp.*", 0.3, 2.0))
-    given(adamw.adamw(model, lr=0.1), Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0))  # vectors
-    text = "the weight decay of all its parameters is 0 without it; leave it out"
-    assert texts[4] == f"optimizer.groups.0.weight_decay=2.0: {text}"
-    assert texts[5] == f"optimizer.groups.0.weight_decay=0.0: {text}"
-    groups.by_name(model, [adamw.adamw(model, lr=0.1)], [Group("*", 1.0, 2.0)])
-    groups.by_name(model, [torch.optim.Rprop(model.parameters())], [Group("*", 0.5)])
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def taken(*patterns: str) -> list[list[str]]:
+    """The names in a GPT-2 that each pattern takes, and last those that none does."""
+    with torch.device("meta"):
+        found = names(GPT2(**SIZES))
+    places = first_matches(found, patterns, "clip.limits")
+    order = (*range(len(patterns)), None)
+    return [[n for n, place in zip(found, places, strict=True) if place == i] for i in order]
+
+
+def test_the_first_pattern_that_matches_the_whole_name_counts():
+    norms, embedding, attention, rest = taken("*norm*", "*.token_embedding.*", "*.attention.*")
+    assert all("norm" in name for name in norms)
+    assert len(norms) == 2 * (2 * 11 + 1)
+    assert embedding == ["token_embedding.weight"]
+    assert len(attention) == 11 * 8
+    assert [n for n in rest if ".mlp." not in n] == ["position_embedding.weight"]
+    assert taken("*.q_proj.*")[0] == [
+        f"blocks.{i}.attention.q_proj.{kind}" for i in range(11) for kind in ("weight", "bias")
+    ]
+    assert len(taken("blocks.1.*")[0]) == 16  # and not blocks.10
+    assert len(taken("blocks.[01].*", "blocks.1?.*")[1]) == 16
+    for wrong in ("q_proj", "blocks", "*.Q_proj.*", "token_embedding"):
+        with pytest.raises(ConfigError, match="matches no parameter"):
+            taken(wrong)
+
+
+def test_wrappers_change_no_name():
+    plain = Llama(**SIZES, n_kv_heads=1, tied_head=False)
+    wanted = names(plain)
+    compiled = torch.compile(plain)
+    ddp = nn.Module()
+    ddp.module = compiled  # as DistributedDataParallel holds it
+    for wrapped in (plain, compiled, ddp):
+        assert plain_names(names(wrapped)) == wanted
+    inner = [name.replace("blocks.3.", "blocks.3._checkpoint_wrapped_module.") for name in wanted]
+    assert plain_names(f"_fsdp_wrapped_module.{name}" for name in inner) == wanted
+    for block in plain.blocks:  # as our own layouts compile
+        block.compile()
+    assert names(plain) == wanted
+
+
+def of_library(kind: str) -> Callable[[GPT2], torch.optim.Optimizer]:
+    return lambda model: getattr(torch.optim, kind)(model.parameters())
+
+
+ZERO = "the weight decay of all its parameters is 0 without it; leave it out"
+EARLIER = "takes no parameter, as the patterns before it take everything that it matches; put it"
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "text"),
+    [
+        (of_library("SGD"), [Group("*.head.*", 0.5)], "0.match=*.head.*: matches no parameter"),
+        (of_library("SGD"), [Group("*"), Group("*.mlp.*")], f"1.match=*.mlp.*: {EARLIER}"),
+        (lambda m: torch.optim.SGD(m.blocks.parameters()), [Group("*.token_embedding.*")],
+         "0.match=*.token_embedding.*: matches no parameter"),
+        (of_library("LBFGS"), [Group("*", 0.5)], "=LBFGS: takes one rate for all parameters"),
+        (of_library("Rprop"), [Group("*.mlp.*"), Group("*", 1.0, 0.5)],
+         "1.weight_decay=0.5: Rprop has no weight decay"),
+        (lambda m: sgd.sgd(m, lr=0.1), [Group("*.mlp.*", 0.3, 2.0)], f"0.weight_decay=2.0: {ZERO}"),
+        (lambda m: adamw.adamw(m, lr=0.1), [Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0)],
+         f"0.weight_decay=0.0: {ZERO}"),
+        (lambda m: adamw.adamw(m, lr=0.1), [Group("*", 1.0, 2.0)], None),
+        (of_library("Rprop"), [Group("*", 0.5)], None),
+    ],
+)  # fmt: skip
+def test_what_a_group_cannot_do_is_refused(make, found, text):
+    model = GPT2(32, 8, 1, 2, 8, 8)
+    expected = pytest.raises(ConfigError, match=re.escape(text)) if text else nullcontext()
+    with expected:
+        groups.by_name(model, [make(model)], found)
