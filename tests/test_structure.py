@@ -10,11 +10,15 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PACKAGE = ROOT / "llmexp"
 MODULES = {
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-    for p in PACKAGE.rglob("*.py")
+    for p in (ROOT / "llmexp").rglob("*.py")
 }
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def room(module: str) -> str:
@@ -36,15 +40,12 @@ def imports(path: Path, top_level_only: bool = False) -> frozenset[str]:
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         for child in ast.iter_child_nodes(node):
             inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            if not (top_level_only and (inside or is_main_guard(child))):
+            inside = inside or (isinstance(child, ast.If) and "__name__" in ast.unparse(child.test))
+            if not (top_level_only and inside):
                 visit(child)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")))
+    visit(tree(path))
     return frozenset(found)
-
-
-def is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
 
 
 def ours(name: str, top_level_only: bool = False) -> set[str]:
@@ -61,35 +62,47 @@ def test_rooms_keep_to_their_contracts():
 
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: ours(name) for name in MODULES}
-    sorter = graphlib.TopologicalSorter(graph)
-    sorter.prepare()  # raises CycleError, with the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+# What few configs or starts ask for; plotly is needed at the end of a sweep alone.
+OPTIONAL = (
+    "llmexp.hf", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot", "llmexp.modes",
+    "llmexp.data.hub", "llmexp.data.shards", "llmexp.optim.optimizers", "llmexp.optim.twin",
+    "llmexp.optim.groups", "llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape",
+    "llmexp.models.experts", "llmexp.models.offload", "llmexp.models.recompute",
+    "llmexp.models.rows",
+)  # fmt: skip
 
 
 def test_only_commands_import_ours_inside_functions():
-    """Training and its parts do so, too, with what few configs or starts ask for."""
-    optional = ("llmexp.hf", "llmexp.tracker", "llmexp.tasks", "llmexp.metrics.plot")
-    optional += ("llmexp.modes", "llmexp.data.hub", "llmexp.data.shards")
-    optional += ("llmexp.optim.optimizers", "llmexp.optim.twin", "llmexp.optim.groups")
-    optional += ("llmexp.mesh.sharding", "llmexp.run.rules", "llmexp.run.shape")
-    optional += tuple(
-        f"llmexp.models.{name}" for name in ("experts", "offload", "recompute", "rows")
-    )
+    """Training and its parts do so, too, with what is optional."""
     for name in MODULES:
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.answer":
-            late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
+            late.discard("llmexp.compare.page")
         if room(name) in ("train", "features", "compose", "data", "mesh", "models", "run"):
-            late = {module for module in late if not module.startswith(optional)}
-        last = name.rpartition(".")[2]
-        assert not late or room(name) in ("cli", "api", "__main__") or last == "__main__", name
+            late = {module for module in late if not module.startswith(OPTIONAL)}
+        command = room(name) in ("cli", "api", "__main__") or name.endswith(".__main__")
+        assert command or not late, name
 
 
-def test_parts_do_not_import_each_others_private_names():
+def test_parts_keep_to_what_they_may_name():
+    """No private name of another file, torch.distributed in `mesh` alone, and in `config` and `run`
+    the standard library and themselves."""
+    alone = {"config": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
     for name, path in MODULES.items():
         for found in imports(path):
-            module, _, last = found.rpartition(".")
+            last = found.rpartition(".")[2]
             private = last.startswith("_") and not last.startswith("__")
-            assert not (module.startswith("llmexp.") and private), f"{name} imports {found}"
+            assert not (found.startswith("llmexp.") and private), f"{name} imports {found}"
+        if room(name) != "mesh":
+            assert "torch.distributed" not in path.read_text(encoding="utf-8"), name
+        if room(name) in alone or name == "llmexp.system.child":
+            allowed = (*alone.get(room(name), ()), "llmexp.run.")
+            for found in imports(path) - {"llmexp", "llmexp.run"}:
+                standard = found.partition(".")[0] in sys.stdlib_module_names
+                assert standard or found.startswith(allowed), f"{name}: {found}"
 
 
 def test_a_name_means_one_thing():
@@ -101,16 +114,14 @@ def test_a_name_means_one_thing():
     for module, path in MODULES.items():
         if module.startswith(("llmexp.features.", "llmexp.modes.")) or module.endswith(".settings"):
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [node]
-            for target in targets:
+        for node in tree(path).body:
+            for target in node.targets if isinstance(node, ast.Assign) else [node]:
                 name = getattr(target, "name", None) or getattr(target, "id", "_")
-                if module == f"llmexp.cli.{name}":
-                    continue
-                if not name.startswith("_") and name != "Knobs":  # likewise collected
+                if not name.startswith("_") and module != f"llmexp.cli.{name}":
                     files[name].add(module)
-    several = sorted(name for name, modules in files.items() if len(modules) > 1)
-    assert len(several) <= 25, {name: files[name] for name in several}
+    several = {name: modules for name, modules in files.items() if len(modules) > 1}
+    several.pop("Knobs", None)  # likewise collected
+    assert len(several) <= 25, several
 
 
 def test_a_step_is_read_in_an_evening():
@@ -122,33 +133,15 @@ def test_a_step_is_read_in_an_evening():
         parents = {name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)}
         found = imports(MODULES[name], top_level_only=True) | parents
         open_ |= {module for module in found if module in MODULES} - known
-    texts = {name: MODULES[name].read_text(encoding="utf-8") for name in known}
-    code = {name for name, text in texts.items() if len(ast.parse(text).body) > 1}
+    code = {name for name in known if len(tree(MODULES[name]).body) > 1}
     assert len(code) <= 30, sorted(code)
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 5_200
-
-
-def test_config_and_run_import_the_standard_library_and_themselves_only():
-    alone = {"config": ("llmexp.config", "llmexp.features"), "run": ("llmexp.config",)}
-    for name, path in MODULES.items():
-        if room(name) in alone or name == "llmexp.system.child":
-            allowed = (*alone.get(room(name), ()), "llmexp.run.")
-            for found in imports(path) - {"llmexp", "llmexp.run"}:
-                standard = found.partition(".")[0] in sys.stdlib_module_names
-                assert standard or found.startswith(allowed), f"{name}: {found}"
-
-
-def test_distributed_stays_in_its_room():
-    for name, path in MODULES.items():
-        if room(name) != "mesh":
-            assert "torch.distributed" not in path.read_text(encoding="utf-8"), name
+    assert sum(MODULES[name].read_text("utf-8").count("\n") for name in known) <= 5_200
 
 
 def test_no_file_and_no_function_outgrows_its_purpose():
     for name, path in MODULES.items():
-        text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= 450, name
-        for node in ast.walk(ast.parse(text)):
+        assert path.read_text(encoding="utf-8").count("\n") <= 450, name
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{name}.{node.name}"
