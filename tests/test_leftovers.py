@@ -1,7 +1,5 @@
 """The check that a test leaves nothing behind finds what one would leave behind."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
@@ -18,30 +16,23 @@ from tests import leftovers
 from tests.conftest import start
 
 
-def at_work() -> None:
-    STOP.training = True
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (at_work, "STOP.training"),
+def test_what_is_left_is_named(monkeypatch):
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    for change, name in (
+        (lambda: setattr(STOP, "training", True), "STOP.training"),
         (lambda: os.chdir("/"), "the working folder"),
         (lambda: precision.apply("tf32"), "torch's TF32"),
         (precision.make_deterministic, "torch's deterministic algorithms"),
         (lambda: torch.set_grad_enabled(False), "torch's gradients"),
         (lambda: torch.set_default_dtype(torch.float64), "torch's dtype"),
-    ],
-)
-def test_what_is_left_is_named(monkeypatch, change, name):
-    monkeypatch.chdir(os.getcwd())
-    monkeypatch.setattr(STOP, "training", False)
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    with precision.settings_kept():
-        with pytest.raises(AssertionError, match=name), leftovers.refused():
-            change()
-        torch.set_grad_enabled(gradients)
-        torch.set_default_dtype(dtype)
+    ):
+        with monkeypatch.context() as patched, precision.settings_kept():
+            patched.chdir(os.getcwd())
+            patched.setattr(STOP, "training", False)
+            with pytest.raises(AssertionError, match=name), leftovers.refused():
+                change()
+            torch.set_grad_enabled(gradients)
+            torch.set_default_dtype(dtype)
 
 
 def test_what_a_command_leaves_is_put_back(monkeypatch):
@@ -58,15 +49,11 @@ def test_what_a_command_leaves_is_put_back(monkeypatch):
     assert signal.getsignal(signal.SIGUSR2) == old
 
 
-@pytest.mark.parametrize("newer", [True, False])
-def test_settings_of_torch_are_put_back(newer):
+@pytest.mark.parametrize(("name", "value"), [("fp32_precision", "tf32"), ("allow_tf32", True)])
+def test_settings_of_torch_are_put_back(name, value):
     """Also those that a program has set by their newer names, which torch lets nobody mix."""
-    matmul = torch.backends.cuda.matmul
     with precision.settings_kept(), warnings.catch_warnings():
-        if newer:
-            matmul.fp32_precision = "tf32"
-        else:
-            matmul.allow_tf32 = True
+        setattr(torch.backends.cuda.matmul, name, value)
         before = leftovers.state()
         with precision.settings_kept():
             precision.make_deterministic()

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -11,24 +12,16 @@ from llmexp.folders.rows import Rows, read_rows
 from tests.conftest import TINY, llmexp
 from tests.tools import wait_for
 
-DYING = """
-import os, signal
-
-def hook(event, context):
-    if (event, context.step) == ("step_start", 36):
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
 
 def row(step: int, **more: float) -> dict:
     return {"step": step, "train/loss": 5.0 - step / 1000, "step_time": 0.5, **more}
 
 
 def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
-    (tmp_path / "dying.py").write_text(DYING)
     knobs = ["data=synthetic", "train.log_every=1", "train.eval_every=null", "train.max_steps=50"]
-    hook = ["--allow", "dying", "hooks=[dying.hook]", "hydra.run.dir=run"]
-    died = llmexp("train", *TINY, *knobs, "checkpoint.every=3", *hook, cwd=tmp_path)
+    hook = ["--allow", "own", "hooks=[own.faults.act]", "hydra.run.dir=run", "checkpoint.every=3"]
+    plan = "step_start-36:kill"
+    died = llmexp("train", *TINY, *knobs, *hook, cwd=tmp_path, FAULT_PLAN=plan)
     assert died.code == 3, died.err
     file = tmp_path / "run" / "metrics.jsonl"
     assert file.read_bytes().endswith(b"\n")
@@ -37,7 +30,7 @@ def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
     assert [r["step"] for r in kept] == list(range(1, len(kept) + 1))
     assert 33 <= len(kept) <= 35
     assert [r["step"] for r in kept if "weight_norm" in r] == [10, 20, 30]
-    resumed = llmexp("resume", "--allow", "dying", "run", "hooks=[]", cwd=tmp_path)
+    resumed = llmexp("resume", "--allow", "own", "run", "hooks=[]", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     assert [r["step"] for r in read_rows(file)] == list(range(1, 51))
 
@@ -89,26 +82,16 @@ def test_a_resume_cuts_the_file_in_place_and_keeps_figures_alone(tmp_path):
     rows.close()
 
 
-def test_of_a_full_disk_the_first_lost_row_is_named(tmp_path, monkeypatch):
-    rows = Rows(tmp_path / "rows", 0).open()
-    first, second = row(1), row(2)
-    for found in (first, second, row(3)):
-        rows.add(found)
-    room = len(module.ROW.encode(first)) + len(module.ROW.encode(second)) + 9
-
-    real = rows._files[-1]
-
-    class Short:
-        name, fileno, truncate = real.name, real.fileno, real.truncate
-
-        def write(self, data: bytes) -> int:
-            nonlocal room
-            if not room:
-                raise OSError(28, "No space left on device")
-            taken, room = data[:room], room - len(data[:room])
-            return real.write(taken)
-
-    monkeypatch.setattr(rows, "_files", [Short()])
-    with pytest.raises(OSError, match="the row of step 3 could not be written: No space left"):
-        rows.flush()
-    assert read_rows(rows.path) == [first, second]
+def test_of_a_disk_that_becomes_full_the_first_lost_row_is_named(tmp_path):
+    rows, made = Rows(tmp_path / "rows", 0).open(), [row(step) for step in (1, 2, 3)]
+    room = sum(len(module.ROW.encode(r)) + 1 for r in made[:2]) + 7
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+    try:
+        for each in made:
+            rows.add(each)
+        with pytest.raises(OSError, match="the row of step 3 could not be written: File too large"):
+            rows.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert read_rows(rows.path) == made[:2]
