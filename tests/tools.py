@@ -2,6 +2,7 @@
 weights; and whether its processes are gone."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -65,14 +66,22 @@ def run_here(capfd: pytest.CaptureFixture[str], *arguments: str) -> Result:
     return Result(code, *capfd.readouterr(), Path.cwd())
 
 
-def printed(command: str, text: str) -> Any:
-    """What `llmexp COMMAND --json` printed, held against its schema."""
-    found, schema = json.loads(text), json.loads((ROOT / "llmexp/schema-2.json").read_text())
-    of_command = schema | {"$ref": f"#/$defs/{command}"}
+@functools.cache
+def schema_of(command: str) -> Any:
+    """The schema of what a command prints, checked once: that takes as long as a comparison."""
     import jsonschema  # here: machines with a GPU may lack it
 
-    jsonschema.Draft202012Validator.check_schema(of_command)
-    jsonschema.Draft202012Validator(of_command).validate(found)
+    schema = json.loads((ROOT / "llmexp/schema-2.json").read_text()) | {
+        "$ref": f"#/$defs/{command}"
+    }
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def printed(command: str, text: str) -> Any:
+    """What `llmexp COMMAND --json` printed, held against its schema."""
+    found = json.loads(text)
+    schema_of(command).validate(found)
     return found
 
 
