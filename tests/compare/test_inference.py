@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,14 +34,11 @@ def judged(seeds) -> tuple[int, set[int], dict[int, inference.Difference]]:
     return best, {i for i, (_, out) in found.items() if out}, {i: d for i, (d, _) in found.items()}
 
 
-def test_two_settings_over_shared_seeds_are_students_paired_t():
+def test_two_settings_are_students_paired_t_over_shared_seeds_and_welchs_over_others():
     y = np.random.default_rng(0).normal([[0.0], [1.0]], 1.0, (2, 5))
     found = inference.fit_model(table(y)).pair(0, 1)
     reference = stats.ttest_rel(y[1], y[0])
     assert (found.mean / found.error, found.df) == pytest.approx((reference.statistic, 4))
-
-
-def test_two_settings_over_other_seeds_are_welchs_t():
     rng = np.random.default_rng(1)
     a, b = rng.normal(size=4), rng.normal(size=7) * 5
     seeds = [{f"a{i}": v for i, v in enumerate(a)}, {f"b{i}": v for i, v in enumerate(b)}]
@@ -91,11 +89,8 @@ def test_a_setting_that_nearly_diverged_takes_nothing_from_the_others():
     assert pairs[1].error == pytest.approx(calm[2][1].error)
     assert pairs[5].mean == pytest.approx(y[5].mean() - y[0].mean())
     assert pairs[5].error == pytest.approx(y[5].std(ddof=1) / 2, rel=1e-3)
-
-
-def test_equal_figures_are_certain():
     best, worse, pairs = judged(table(np.array([[1.0, 2.0], [1.0, 2.0], [1.5, 2.5]])))
-    assert worse == {2}
+    assert worse == {2}  # equal figures are certain
     assert pairs[1 - best].mean == pytest.approx(0, abs=1e-12)
 
 
@@ -143,14 +138,10 @@ def test_seeds_that_multiply_effects_are_found_by_tukeys_test_and_widen_interval
         more = (slope * u.std(ddof=1) * (m[1] - m[0])) ** 2 / seeds if told else 0.0
         assert model.pair(0, 1).error ** 2 == pytest.approx(plain.error**2 + more)
         assert model.pair(0, 1).df <= plain.df
-    assert found == {True, False}
-
-
-def test_two_settings_over_shared_seeds_are_not_widened():
-    """Their differences are those of pairs, whatever a seed does to each."""
-    for number in range(20):
+        # of two settings differences are those of pairs, whatever a seed does to each
         y = multiplied(np.random.default_rng(number), 2, 5)
         assert inference.fit_model(table(y)).swing is None
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize(("count", "seeds", "shared"), [(3, 4, True), (5, 3, False), (1, 6, False)])
@@ -158,15 +149,11 @@ def test_a_seed_that_is_far_off_is_named_and_no_other(count, seeds, shared):
     for number in range(10):
         y = multiplied(np.random.default_rng(number), count, seeds, 1.0) * 0.01
         y[0, 1] += 5  # the whole setting would be called wild for it
-        found = inference.far_off(table(y, shared))
-        assert found == [(0, "1" if shared else "0-1")]
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (6, 2)])
-def test_where_nothing_tells_which_one_is_off_none_is_named(shape):
-    y = np.random.default_rng(0).normal(size=shape)
-    y[0, 1] += 50
-    assert inference.far_off(table(y)) == []
+        assert inference.far_off(table(y, shared)) == [(0, "1" if shared else "0-1")]
+    for shape in ((2, 4), (6, 2)):  # where nothing tells which one is off
+        y = np.random.default_rng(0).normal(size=shape)
+        y[0, 1] += 50
+        assert inference.far_off(table(y)) == []
 
 
 @pytest.mark.parametrize(
@@ -254,8 +241,6 @@ def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> lis
 GOALS = [(6, 3, 0.0, 0.45), (12, 3, 0.0, 0.38), (12, 5, 0.0, 0.75)]
 GOALS += [(6, 3, 0.35, 0.35), (12, 3, 0.35, 0.25), (12, 5, 0.35, 0.60)]
 OTHERS = [(2, 2), (2, 3), (2, 5), (3, 3), (24, 5), (12, 2), (24, 2), (6, 2)]
-
-
 KINDS = [{}, {"t5": True}, {"shared": False}]
 SIZES = [*GOALS, *((*size, unlike, 0.0) for size in OTHERS for unlike in (0.0, 0.35, 0.7))]
 
@@ -286,52 +271,33 @@ def test_few_false_alarms_and_much_found_at_every_size(size, more, sweeps):
     assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
 
 
+def with_one_noisy(rng, seeds: int, times: float) -> np.ndarray:
+    """Six settings that are alike, of which one scatters so many times as far."""
+    return rng.normal(size=(6, seeds)) * np.array([[times], *[[1.0]] * 5])
+
+
+MULTIPLIED = [(3, 3, 0.08), (6, 3, 0.07), (12, 3, 0.07), (6, 5, 0.07), (24, 5, 0.07)]
+MULTIPLIED += [(6, 2, 0.1), (12, 2, 0.1)]
+ALARMS = [
+    # by seeds that move losses by a quarter to twice of noise: without the check 6 x 3 has 11.5 %
+    *((partial(multiplied, count=count, seeds=seeds, times=times), 1000, limit)
+      for count, seeds, limit in MULTIPLIED for times in (2.0, 4.0, 8.0)),
+    *((partial(with_one_noisy, seeds=seeds, times=times), 4000, limit)
+      for seeds, limit in ((3, 0.08), (5, 0.06)) for times in (3.0, 4.0, 5.0)),
+    # spreads that are unlike, a few settings and seeds
+    *((partial(sweep, means=[0.0] * count, seeds=seeds, unlike=0.35, shared=shared), 4000, 0.05)
+      for count, seeds, shared in ((4, 3, False), (5, 3, False), (6, 3, False), (6, 2, True))),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1.0, 2.0, 4.0])
-@pytest.mark.parametrize(
-    ("count", "seeds", "limit"),
-    [(3, 3, 0.08), (6, 3, 0.07), (12, 3, 0.07), (6, 5, 0.07), (24, 5, 0.07), (6, 2, 0.1),
-     (12, 2, 0.1)],
-)  # fmt: skip
-def test_false_alarms_where_seeds_multiply_effects(count, seeds, limit, times):
-    """0 to 4 times, by seeds that move losses by `times` / 2 of noise: without the check 6 x 3 has
-    11.5 %."""
-    rng, sweeps, alarms, told = np.random.default_rng(count * seeds), 1000, 0, 0
+@pytest.mark.parametrize(("drawn", "sweeps", "limit"), ALARMS)
+def test_false_alarms_where_they_are_most(drawn, sweeps, limit):
+    rng, alarms = np.random.default_rng(0), 0
     for _ in range(sweeps):
-        y = rng.normal(size=(count, seeds))
-        y += np.linspace(0, 4, count)[:, None] * rng.normal(size=seeds) * times
-        model = inference.fit_model(table(y))
-        told += model.swing is not None
-        alarms += any(out for _, out in inference.judged(model)[1].values())
-    print(
-        f"{count} x {seeds}, seeds {times}: false alarms {alarms / sweeps:.1%}, {told / sweeps:.0%}"
-    )
-    assert alarms <= stats.binom.ppf(0.999, sweeps, limit)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "seeds", "shared"), [(4, 3, False), (5, 3, False), (6, 3, False), (6, 2, True)]
-)
-def test_false_alarms_where_they_are_most(count, seeds, shared):
-    """Spreads that are unlike, a few settings and seeds."""
-    alarms, found, _, _, _ = simulated(count, seeds, 0.35, 4000, shared=shared)
-    print(
-        f"{count} x {seeds}, unlike=0.35, {shared=}: false alarms {alarms:.1%}, found {found:.1%}"
-    )
-    assert alarms <= 0.06
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [3.0, 4.0, 5.0])
-@pytest.mark.parametrize(("seeds", "limit"), [(3, 0.08), (5, 0.06)])
-def test_false_alarms_where_one_of_six_settings_is_noisy(times, seeds, limit):
-    rng, sweeps = np.random.default_rng(int(10 * times) + seeds), 4000
-    spreads = np.array([[times], *[[1.0]] * 5])
-    alarms = sum(
-        bool(judged(table(rng.normal(size=(6, seeds)) * spreads))[1]) for _ in range(sweeps)
-    )
-    print(f"one of 6 x {seeds} with {times} times the spread: false alarms {alarms / sweeps:.1%}")
+        y = drawn(rng)
+        alarms += bool(judged(y if isinstance(y, list) else table(y))[1])
+    print(f"{drawn.func.__name__} {drawn.keywords}: false alarms {alarms / sweeps:.1%}")
     assert alarms <= stats.binom.ppf(0.999, sweeps, limit)
 
 
