@@ -12,8 +12,9 @@ import torch
 from llmexp.system import hardware
 from llmexp.system.devices import device_named
 from tests import forks
-from tests.conftest import HANG_S, PATHS, TINY, Result, environment, llmexp, train
+from tests.conftest import HANG_S, PATHS, TINY, Result, environment, train
 from tests.tools import exact
+from tests.train.resumed import ends
 
 SYNTHETIC = [
     "data=synthetic", "data.n_tokens=4000", "train.max_steps=12", "train.log_every=5",
@@ -22,14 +23,15 @@ SYNTHETIC = [
 TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
 
 
-def failed(cwd: Path, name: str, *overrides: str) -> Result:
-    result = llmexp("train", *TINY, *SYNTHETIC, *overrides, f"hydra.run.dir={name}", cwd=cwd)
-    assert result.code == 3, result.err
+def failed(cwd: Path, *overrides: str) -> Result:
+    words = ["train", *TINY, *SYNTHETIC, "train.log_every=1", *overrides, "hydra.run.dir=run"]
+    result = ends(cwd, *words, code=3)
     assert "Traceback" not in result.err
     return result
 
 
-def test_rows_come_at_their_steps_and_say_what_they_are(runs):
+def test_rows_come_at_their_steps_and_say_what_they_are(runs, tmp_path):
+    """And the folder alone is enough to repeat the run."""
     result = runs(*SYNTHETIC)
     rows = result.rows()
     assert [r["step"] for r in rows] == [4, 5, 8, 10, 12]
@@ -46,93 +48,98 @@ def test_rows_come_at_their_steps_and_say_what_they_are(runs):
     best = min(r["val/loss"] for r in rows if "val/loss" in r)
     assert result.json("status.json")["summary"]["best val/loss"] == best
     assert "\x1b" not in result.out + (result.folder / "train.log").read_text()
+    again = runs.copy(tmp_path / "run", *SYNTHETIC)
+    for name in ("metrics.jsonl", "status.json"):
+        (again.folder / name).unlink()
+    shutil.rmtree(again.folder / "checkpoints")
+    env = environment(PYTHONPATH=PATHS)
+    assert forks.start("llmexp.train", "run", cwd=tmp_path, env=env).wait(HANG_S) == 0
+    assert exact(again) == exact(result)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    """The second micro-batch of step 7: said by step and quantity, no row, nothing saved, the
-    checkpoint intact."""
+    """The second micro-batch of step 7: its step has no row. tests/faults/test_numbers.py has the
+    layer that it is laid to."""
     bad = ["--allow=own", "model._target_=own.nets.NotANumberOnce"]
-    more = ["batch.gradient_accumulation_steps=2", "checkpoint.every=3", "train.log_every=1"]
-    result = failed(tmp_path, "run", *bad, *more)
+    result = failed(tmp_path, *bad, "batch.gradient_accumulation_steps=2", "checkpoint.every=3")
     assert "step 7 has a loss that is not finite on rank 0; the update was not" in result.err
     assert "the last checkpoint is step_00000006; to continue: llmexp resume run" in result.err
     assert "the loss had grown" not in result.err
     assert [r["step"] for r in result.rows()] == [1, 2, 3, 4, 5, 6]
-    assert "NaN" not in (result.folder / "metrics.jsonl").read_text()
-    status = result.json("status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert not result.checkpoint(7).exists()
 
 
 def test_a_loss_that_grows_beyond_all_bounds_ends_with_a_hint(tmp_path):
     steep = ["optimizer=sgd", "optimizer.lr=1e4", "clip=none", "schedule=constant"]
-    result = failed(tmp_path, "run", *steep, "train.max_steps=50", "train.log_every=1")
+    result = failed(tmp_path, *steep, "train.max_steps=50")
     losses = [row["train/loss"] for row in result.rows()]
     assert f"the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before" in result.err
 
 
-def goes_beyond(result: Result, knob: str) -> None:
-    """Assert that the command of a failure goes on beyond it, at the scale that it fell to."""
-    command = result.err.rpartition("to continue: llmexp ")[2].strip()
-    assert command == f"resume {result.folder.name} {knob}"
-    again = llmexp(*command.split(), cwd=result.folder.parent)
-    skips = [
-        [int(n) for n in re.findall(r"step (\d+) has a gradient norm", done.out)]
-        for done in (result, again)
+@pytest.mark.parametrize(
+    ("scale", "limit", "said", "beyond"),
+    [
+        (1e30, "train.max_steps=4", "the loss scale fell to 6.25e+28", "train.max_steps=8"),
+        (1e30, "train.max_tokens=384", "the loss scale fell to 6.25e+28", "train.max_steps=8"),
+        (2**40, "train.max_consecutive_skips=3", "4 updates in a row were skipped, the last at "
+         "step 4", "train.max_consecutive_skips=6"),
+    ],
+)  # fmt: skip
+def test_a_scale_that_falls_too_long_stops_a_run_whose_command_goes_on_beyond_it(
+    tmp_path, scale, limit, said, beyond
+):
+    half = ["precision=fp16", f"precision.init_scale={scale}"]
+    budget = ["train.max_steps=null"] if "max_tokens" in limit else []
+    stopped = failed(tmp_path, *half, *budget, limit)
+    assert said in stopped.err
+    assert ("no checkpoint yet" in stopped.err) == ("max_consecutive_skips" in limit)
+    assert "fork" not in stopped.err
+    command = stopped.err.rpartition("to continue: llmexp ")[2].strip()
+    assert command == f"resume run {beyond}"
+    again = ends(tmp_path, *command.split(), code=3)
+    last = [
+        max(int(n) for n in re.findall(r"step (\d+) has a gradient norm", done.out))
+        for done in (stopped, again)
     ]
-    assert max(skips[1]) > max(skips[0])
+    assert last[1] > last[0]
 
 
-@pytest.mark.parametrize("budget", ["train.max_steps=4", "train.max_tokens=384"])
-def test_fp16_whose_scale_still_falls_is_given_more_steps(tmp_path, budget):
-    wide = ["precision=fp16", "precision.init_scale=1e30", "train.log_every=1"]
-    run = failed(tmp_path, "wide", "train.max_steps=null", *wide, budget)
-    assert f"the loss scale fell to {1e30 / 16:g}" in run.err
-    assert "fork" not in run.err
-    goes_beyond(run, "train.max_steps=8")
-
-
-def test_fp16_overflow_skips_and_a_hopeless_scale_stops(runs, tmp_path):
-    overflowing = ["precision=fp16", f"precision.init_scale={2**40}"]
+def test_fp16_overflow_skips_updates_until_the_scale_fits(runs):
+    half = ["precision=fp16", f"precision.init_scale={2**40}", "train.max_steps=40"]
     each = ["train.log_every=1", "train.eval_every=1", "train.eval_tokens=24"]
-    result = runs(*SYNTHETIC, *overflowing, *each, "train.max_steps=40")
+    result = runs(*SYNTHETIC, *half, *each)
     rows = result.rows()
     skipped = [r["skipped"] for r in rows]
     first = skipped.index(False)
     assert first > 0
-    assert all(skipped[:first])
-    scales = [r["loss_scale"] for r in rows[: first + 1]]
-    assert scales == [2.0 ** (40 - i) for i in range(first + 1)]
+    assert [r["loss_scale"] for r in rows[: first + 1]] == [
+        2.0 ** (40 - i) for i in range(first + 1)
+    ]
     # that of all skipped steps; an evaluation shows it at each step
     assert len({r["weight_norm"] for r in rows[:first]}) == 1
     assert rows[first]["weight_norm"] != rows[0]["weight_norm"]
     assert result.out.count("overflowed fp16; its update was skipped") == sum(skipped)
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
-    stopped = failed(tmp_path, "stopped", *overflowing, "train.max_consecutive_skips=3")
-    assert "4 updates in a row were skipped, the last at step 4" in stopped.err
-    assert "no checkpoint yet" in stopped.err
-    goes_beyond(stopped, "train.max_consecutive_skips=6")
 
 
-SLOW = pytest.mark.slow
+RECOMPILES = "own.hooks.show_recompiles"
 
 
 @pytest.mark.parametrize(
     ("model", "hook"),
     [
-        (["model=gpt_tiny"], "own.traced.hook"),
-        pytest.param(["model=gpt_tiny"], "own.hooks.show_recompiles", marks=SLOW),
-        pytest.param(
-            ["model=llama_100m", "model.n_kv_heads=1"], "own.hooks.show_recompiles", marks=SLOW
-        ),
+        ("gpt_tiny", "own.traced.hook"),
+        pytest.param("gpt_tiny", RECOMPILES, marks=pytest.mark.slow),
+        pytest.param("llama_100m model.n_kv_heads=1", RECOMPILES, marks=pytest.mark.slow),
     ],
 )
 def test_compile_computes_the_same_without_recompiling(runs, model, hook):
     """Tail and evaluation included: every micro-batch has the same shape."""
     settings = [
-        *model, *SYNTHETIC, "train.max_steps=null", "train.max_epochs=0.1", "--allow=own",
-        f"hooks=[{hook}]", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2",
+        *f"model={model}".split(), *SYNTHETIC, "train.max_steps=null", "train.max_epochs=0.1",
+        "--allow=own", f"hooks=[{hook}]", "batch.micro_batch_size=4",
+        "batch.gradient_accumulation_steps=2",
     ]  # fmt: skip
     eager, compiled = (runs(*settings, f"train.compile={to}") for to in ("false", "true"))
     assert eager.json("run.json")["tail_sequences"] > 0
@@ -175,20 +182,8 @@ def test_a_gpu_is_known_by_its_name_and_its_memory(
         assert hardware.accelerator(torch.device("cuda")) == device_named(device)
 
 
-def test_the_run_can_be_repeated_from_its_folder_alone(runs, tmp_path):
-    first = runs(*SYNTHETIC)
-    again = runs.copy(tmp_path / "run", *SYNTHETIC)
-    for name in ("metrics.jsonl", "status.json"):
-        (again.folder / name).unlink()
-    shutil.rmtree(again.folder / "checkpoints")
-    env = environment(PYTHONPATH=PATHS)
-    assert forks.start("llmexp.train", "run", cwd=tmp_path, env=env).wait(HANG_S) == 0
-    assert exact(again) == exact(first)
-
-
 def test_evaluation_masks_what_training_masks(tmp_path):
-    """Half of the ids are padding: neither loss counts them, and without any target left there is
-    no figure."""
+    """Half of the ids are padding: neither loss counts them."""
     np.save(tmp_path / "t.npy", np.tile(np.array([5, 63], dtype=np.uint16), 2000))
     settings = ["data=tokens", "data.train_files=[t.npy]", "data.val_ratio=0.2"]
     settings += ["train.max_steps=2", "optimizer.lr=1e-9"]
@@ -204,9 +199,8 @@ def test_evaluation_masks_what_training_masks(tmp_path):
 def test_a_step_is_saved_once(tmp_path):
     """A signal while a checkpoint is being committed finds it done."""
     hooks = ["--allow=own", "hooks=[own.hooks.note,own.faults.act]", "checkpoint.every=2"]
-    chosen = [*TINY, *SYNTHETIC, *hooks, "hydra.run.dir=run"]
-    result = llmexp("train", *chosen, cwd=tmp_path, FAULT_PLAN="saved-4:term")
-    assert result.code == 75, result.err
+    chosen = ["train", *TINY, *SYNTHETIC, *hooks, "hydra.run.dir=run"]
+    result = ends(tmp_path, *chosen, code=75, FAULT_PLAN="saved-4:term")
     assert (tmp_path / "events.txt").read_text().count("saved 4") == 1
     assert "llmexp resume run --allow own" in result.out
     assert result.json("status.json")["summary"]["tokens_seen"] == 4 * 96
