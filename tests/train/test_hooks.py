@@ -1,8 +1,6 @@
 """Hooks around the backward passes of a window: the gradient that they see is the window's, and is
 what is applied."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -28,41 +26,29 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ways(runs) -> Callable[[str], Result]:
-    def watched(way: str) -> Result:
-        return runs(*SETTINGS, "clip.max_norm=0.01", "hooks=[own.hooks.look]", *WAYS[way])
-
-    return watched
-
-
 def gradients(run: Result) -> list[torch.Tensor]:
     return [torch.load(run.folder.parent / f"gradient {step}.pt") for step in (1, 2)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
+def test_the_gradient_and_the_ids_are_those_of_the_window_however_it_is_cut(runs, way):
     """In fp16 to the precision of fp16: the loss scale of 1024 is not in it."""
-    run = ways(way)
+    watched = [*SETTINGS, "clip.max_norm=0.01", "hooks=[own.hooks.look]"]
+    run, whole = (runs(*watched, *WAYS[one]) for one in (way, "whole"))
     tolerance = 0.02 if way == "fp16" else 1e-10
-    for mine, whole, row in zip(*map(gradients, (run, ways("whole"))), run.rows(), strict=True):
-        assert float((mine - whole).norm() / whole.norm()) < tolerance
+    for mine, wanted, row in zip(*map(gradients, (run, whole)), run.rows(), strict=True):
+        assert float((mine - wanted).norm() / wanted.norm()) < tolerance
         assert row["mine/norm"] == pytest.approx(row["grad_norm"], rel=1e-5)  # before clipping
         assert row["grad_norm_post_clip"] < row["grad_norm"]
         assert row["mine/before"] == 0  # the gradients of the window before are gone
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_hook_sees_the_ids_of_the_window_of_its_rank(ways, way):
-    run = ways(way)
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     stream = synthetic(
         pattern="markov", n_tokens=3000, n_ids=64, val_ratio=config["data"]["val_ratio"], seed=0,
         vocab_size=64,
     ).train  # fmt: skip
     index = sequence_index(config["train"]["seed"], np.arange(16), (len(stream) - 1) // 12, True)
-    wanted = torch.from_numpy(stream.gather(index * 12, 13)).view(2, 8, 13)
-    for step, rows in enumerate(wanted, 1):
+    windows = torch.from_numpy(stream.gather(index * 12, 13)).view(2, 8, 13)
+    for step, rows in enumerate(windows, 1):
         kept = sorted(run.folder.parent.glob(f"window {step} of *.pt"))
         inputs, targets = (torch.cat(some) for some in zip(*map(torch.load, kept), strict=True))
         assert torch.equal(inputs, rows[:, :-1])

@@ -1,6 +1,8 @@
 """However a window is cut, a run computes what one big float64 batch computes: loss, norm, lr,
 parameters."""
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +21,11 @@ LIMIT = 1.5  # of the gradient norm; some steps are above it, some below
 # 50 sequences of 12 tokens, 65 of them in 5 windows of 16: the epoch ends inside a window, the last
 # has one row.
 SETTINGS = [
-    "data=tokens", "data.shuffle=false", "data.ignore_id=10", "train.max_epochs=1.3",
-    "train.log_every=1",
-    "train.eval_every=null", "batch.real_batch_size=16", "optimizer.lr=0.02",
-    "schedule.warmup_steps=2",
-    f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null",
-    "train.data_digest=true",
-    "train.tail=keep", "data.val_ratio=0", "metrics.layers_every=1",
+    "data=tokens", "data.shuffle=false", "data.ignore_id=10", "data.val_ratio=0",
+    "train.max_epochs=1.3", "train.tail=keep", "train.log_every=1", "train.eval_every=null",
+    "train.data_digest=true", "batch.real_batch_size=16", "optimizer.lr=0.02",
+    "schedule.warmup_steps=2", f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true",
+    "checkpoint.keep=null", "metrics.layers_every=1",
     "optimizer.groups=[{match: '*.q_proj.*', lr: 3, weight_decay: 0}, {match: '*.attention.*'}, "
     "{match: 'blocks.*', lr: 0.5, weight_decay: 4}]",
 ]  # fmt: skip
@@ -67,8 +67,8 @@ def factors(name: str) -> tuple[float, float]:
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:
     settings = {
         "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2,
-        "end_ratio": 0.1,
-        "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, "factors": factors, **more,
+        "end_ratio": 0.1, "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2,
+        "factors": factors, **more,
     }  # fmt: skip
     return reference.train(weights(result, 0), np.load(tokens), **settings)
 
@@ -106,16 +106,13 @@ def fp64(runs, settings) -> Callable[[str], Result]:
 
 @pytest.mark.parametrize("cut", ALL)
 def test_float64_equals_one_big_batch(fp64, tokens, cut):
-    compare(fp64(cut), expected(fp64(cut), tokens), loss=1e-12, norm=1e-12, moved_by=1e-11)
-
-
-@pytest.mark.parametrize("cut", ALL)
-def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
-    """Norms of each module, and the forward pass of the window's first sequence."""
-    found = read_rows(fp64(cut).folder / "layers.jsonl")
-    want = expected(fp64(cut), tokens).layers
-    assert [row["step"] for row in found] == list(range(1, len(want) + 1))
-    for row, layers in zip(found, want, strict=True):
+    """Norms of each module, and the forward pass of the window's first sequence, too."""
+    result = fp64(cut)
+    want = expected(result, tokens)
+    compare(result, want, loss=1e-12, norm=1e-12, moved_by=1e-11)
+    found = read_rows(result.folder / "layers.jsonl")
+    assert [row["step"] for row in found] == list(range(1, len(want.layers) + 1))
+    for row, layers in zip(found, want.layers, strict=True):
         assert row.keys() == {"step", "tokens_seen", *layers}
         for key, values in layers.items():
             if isinstance(values, list):
@@ -124,24 +121,27 @@ def test_layers_are_those_of_one_big_batch(fp64, tokens, cut):
             assert row[key] == pytest.approx(values, rel=1e-9, abs=0), key
 
 
-def test_every_cut_sees_the_same_rows(fp64):
+def test_every_cut_begins_with_the_same_state_and_sees_the_same_rows(fp64):
+    """All layouts share the state before the first update bit for bit."""
     digests = [[row["data_digest"] for row in fp64(name).rows()] for name in FIRST]
     assert all(d == digests[0] for d in digests)
     assert len(set(digests[0])) == len(digests[0])
-
-
-def test_one_state_is_equal_on_every_layout(fp64):
-    """The state before the first update, which all layouts share bit for bit."""
     first, *others = (loading.read_checkpoint(fp64(name).checkpoint(0)) for name in FIRST)
     for name in first.model:
         value = loading.read_tensor(first, name)
         assert all(torch.equal(loading.read_tensor(other, name), value) for other in others)
 
 
-def test_two_ranks_print_once(fp64):
-    out = fp64("ddp 2").out
+def test_of_two_ranks_one_prints_and_each_says_when_it_began(fp64):
+    run = fp64("ddp 2")
     # rows that come quickly are shown by the last of them
-    assert sum("step" in line and "5/5" in line for line in out.splitlines()) == 1, out
+    assert sum("step" in line and "5/5" in line for line in run.out.splitlines()) == 1, run.out
+    logs = "".join(path.read_text() for path in (run.folder / "logs").rglob("*") if path.is_file())
+    for text, rank in ((run.out, 0), (logs, 1)):
+        (began,) = re.findall(rf"^start +(\S+ \S+), rank {rank} of 2 on cpu$", text, re.M)
+        ended = (run.folder / "metrics.jsonl").stat().st_mtime
+        assert ended - 1200 < time.mktime(time.strptime(began, "%Y-%m-%d %H:%M:%S")) <= ended
+    assert "rank 1 of 2" not in run.out
 
 
 def test_unmasked_and_unclipped(runs, settings, tokens):
@@ -160,9 +160,8 @@ def test_unmasked_and_unclipped(runs, settings, tokens):
 # sums: g = 6 u. In fp32 the sums themselves round too, over up to 192 rows: g = 6 u sqrt(192). Then
 #   gradient norm  off by at most the gradient's relative error, g;
 #   loss           a mean over at least 100 targets with independent errors, g / 10;
-# displacement   of the parameters: eps = 0.01 keeps Adam close to linear in the gradient, and each
-# of the 5 steps
-#                  adds its own g to what it inherits: 5 g.
+#   displacement   of the parameters: eps = 0.01 keeps Adam close to linear in the gradient, and
+#                  each of the 5 steps adds its own g to what it inherits: 5 g.
 ROUNDOFF = {"fp32": 2**-24 * 192**0.5, "bf16": 2**-9, "fp16": 2**-12}
 
 
