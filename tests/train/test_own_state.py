@@ -13,7 +13,6 @@ from torch import nn
 
 from llmexp import mesh
 from llmexp.checkpoint import loading, saving
-from llmexp.compose.app import compose, hydra_app, typed_config
 from llmexp.models.loss import evaluation_mode
 from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import assemble
@@ -23,9 +22,9 @@ from llmexp.train.evaluation import validate
 from llmexp.train.sampling import sample
 from llmexp.train.set_up import set_up
 from llmexp.train.windows import read_ahead
-from tests.conftest import Result, llmexp
-from tests.tools import cut_after, exact
-from tests.train.resumed import goes_on
+from tests.conftest import Result
+from tests.tools import composed, exact
+from tests.train.resumed import ends, goes_on_from
 
 SMALL = [
     "--allow=own", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
@@ -58,39 +57,31 @@ def here(own, monkeypatch) -> Path:
 
 
 def trained(own: Path, name: str, *overrides: str) -> Result:
-    done = llmexp("train", *SMALL, *overrides, f"hydra.run.dir={name}", cwd=own)
-    assert done.code == 0, done.err
-    return done
-
-
-def resumed(run: Result, to: Path, step: int) -> Result:
-    return goes_on(Result(0, "", "", cut_after(run, to, step)), run, "--allow=own")
+    return ends(own, "train", *SMALL, *overrides, f"hydra.run.dir={name}")
 
 
 def evaluated(own: Path, run: str) -> float:
-    done = llmexp("evaluate", run, "--allow=own", "--json", cwd=own)
-    assert done.code == 0, done.err
+    done = ends(own, "evaluate", run, "--allow=own", "--json")
     return json.loads(done.out)["sets"][0]["loss"]
+
+
+LONG = "batch.sequence_length=64"
 
 
 @pytest.fixture(scope="module")
 def unseen(own) -> Result:
     """A run at which nobody looks before its end."""
-    more = ["train.eval_every=null", "batch.sequence_length=64"]
-    return trained(own, "unseen", *RESTLESS, *more)
+    return trained(own, "unseen", *RESTLESS, "train.eval_every=null", LONG)
 
 
-@pytest.mark.parametrize(
-    "looks",
-    [
-        ("train.eval_every=1", "train.ema=0.5", "train.tasks=[tiny_facts]", "train.tasks_every=2"),
-        ("train.sample_every=1", "train.sample_tokens=3", "checkpoint.every=1"),
-        ("metrics.layers_every=2", "metrics.spikes=true", "metrics.noise_scale_every=1"),
-    ],
-)
-def test_a_run_does_not_depend_on_who_looks(own, unseen, looks):
-    name = looks[0].partition("=")[0].replace(".", "_")
-    seen = trained(own, name, *RESTLESS, "batch.sequence_length=64", *looks)
+def test_a_run_does_not_depend_on_who_looks(own, unseen):
+    """test_nothing_that_is_looked_at_changes has each looker alone."""
+    looks = [
+        "train.eval_every=1", "train.ema=0.5", "train.tasks=[tiny_facts]", "train.tasks_every=2",
+        "train.sample_every=1", "train.sample_tokens=3", "checkpoint.every=1",
+        "metrics.layers_every=2", "metrics.spikes=true", "metrics.noise_scale_every=1",
+    ]  # fmt: skip
+    seen = trained(own, "seen", *RESTLESS, LONG, *looks)
     keys = ("train/loss", "grad_norm", "step")
     rows = [[[row[key] for key in keys] for row in run.rows()] for run in (seen, unseen)]
     assert rows[0] == rows[1]
@@ -122,14 +113,12 @@ def test_a_resumed_run_has_the_buffers_of_an_unbroken_one(own, tmp_path, kind):
         "batch.gradient_accumulation_steps=2", *LAYOUTS[kind],
     )  # fmt: skip
     assert evaluated(own, run.folder.name) == pytest.approx(run.rows()[-1]["val/loss"], rel=1e-12)
-    resumed(run, tmp_path, 2)
+    goes_on_from(2, run, tmp_path, "--allow=own")
 
 
 @pytest.fixture
 def parts(here):
-    overrides = [*SMALL[1:], *RESTLESS, "batch.sequence_length=64", "train.tasks=[tiny_facts]"]
-    with hydra_app(None, overrides) as hydra:
-        return assemble(typed_config(compose(hydra, overrides)[0]))
+    return assemble(composed(*SMALL[1:], *RESTLESS, LONG, "train.tasks=[tiny_facts]"))
 
 
 def random_states() -> list[str]:
@@ -207,8 +196,7 @@ def test_ranks_that_share_a_model_run_the_same_blocks(own, since):
     """A block that one of them drops ends the run in words, at once; replicas may."""
     shared = [*model("Dropped", since=since), "train.max_steps=4", TWO]
     split = [*SMALL, *shared, "parallelism=fsdp", f"name=fsdp{since}"]
-    done = llmexp("train", *split, cwd=own)
-    assert done.code == 3, done.err
+    done = ends(own, "train", *split, code=3)
     assert "the same blocks in the same order on all ranks" in done.err
     assert "Traceback" not in done.err
     trained(own, f"dropped_{since}", *shared, "parallelism=ddp")
@@ -229,7 +217,7 @@ def test_a_block_that_runs_again_moves_its_buffers_once(here, kept, kind):
 
 
 def test_other_names_of_a_buffer_are_restored_too(here, kept, tmp_path):
-    resumed(kept, tmp_path, 2)
+    goes_on_from(2, kept, tmp_path, "--allow=own")
     model = open_run(kept.folder, None).model
     assert model.original_x is model.x
     assert model.x > 1
@@ -261,8 +249,7 @@ def test_names_that_parted_stay_apart(tmp_path):
 @pytest.mark.parametrize("theta", [2, 99])
 def test_a_fork_with_another_model_section_computes_its_own_buffers(here, kept, theta):
     given = ["fork.run=kept", "fork.step=2", f"model.theta={theta}", "--allow=own"]
-    fork = llmexp("train", *given, f"hydra.run.dir=fork_{theta}", cwd=here)
-    assert fork.code == 0, fork.err
+    fork = ends(here, "train", *given, f"hydra.run.dir=fork_{theta}")
     model = open_run(fork.folder, None).model
     assert model.freq.tolist() == [theta] * 8
     assert model.steps.int() == open_run(kept.folder, None).model.steps.int()
@@ -277,8 +264,7 @@ def test_a_cache_that_differs_between_ranks_is_not_shared(own, kind):
 
 def test_torch_that_mixes_gradients_of_unused_parameters_is_refused(own):
     old = [*model("Grown", old="true"), "train.max_steps=2", TWO, "parallelism=fsdp"]
-    done = llmexp("train", *SMALL, *old, "hydra.run.dir=old", cwd=own)
-    assert done.code == 2, done.err
+    done = ends(own, "train", *SMALL, *old, "hydra.run.dir=old", code=2)
     assert "install torch 2.13" in done.err
     assert "Traceback" not in done.err
 
