@@ -16,8 +16,9 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.run.shape import parameters_in, solve_shape
 from llmexp.train.assembly.assemble import assemble
-from tests.conftest import ROOT, llmexp
+from tests.conftest import ROOT
 from tests.tools import composed, exact
+from tests.train.resumed import ends
 
 QUIET = [
     "tracker=none", "train.device=cpu", "precision=fp32", "data=synthetic", "data.n_tokens=20000",
@@ -42,14 +43,10 @@ def section(**more) -> dict:
     return whole | {"size": None, "depth": None, "shape_rule": None} | more
 
 
-def build(kind: type, found: dict):
+def parameters(kind: type, found: dict) -> int:
     names = [name for name in SHAPE_KEYS if name in found]
     with torch.device("meta"):
-        return kind(320, 32, **{name: found[name] for name in names})
-
-
-def parameters(kind: type, found: dict) -> int:
-    return parameter_counts(build(kind, found))[0]
+        return parameter_counts(kind(320, 32, **{name: found[name] for name in names}))[0]
 
 
 rules = st.fixed_dictionaries({
@@ -91,7 +88,7 @@ def test_the_usual_rule_makes_known_shapes():
     assert found["shape_rule"]["mlp_factor"] == 8 / 3  # stands in the config from now on
     found, _ = solve_shape(llama | {"shape_rule": grouped, "depth": 6}, lambda s: 0, 8 / 3)
     assert (found["n_heads"], found["n_kv_heads"]) == (6, 3)  # 4 does not divide 6, 2 does
-    assert build(Llama, found)
+    assert parameters(Llama, found)
 
 
 def test_what_is_given_beside_stays_and_is_said():
@@ -115,7 +112,7 @@ def test_a_model_without_these_sizes_is_refused():
         solve_shape(own, lambda s: 0, 4.0)
 
 
-def test_the_last_word_on_a_shape_counts(tmp_path):
+def test_the_last_word_on_a_shape_counts():
     """Sizes of an option and of a file give way to a number; those beside it or after it stay."""
     assert composed("model=gpt2_small", "model.depth=3").model["n_layers"] is None
     assert composed("model=gpt2_small").model["n_layers"] == 12
@@ -150,19 +147,17 @@ def test_the_mlp_follows_a_width_that_is_given_alone(name):
     for other in (width // 2, 2 * width):
         alone = width_of_mlp(f"model.d_model={other}")
         assert abs(alone / other - shipped / width) <= 32 / other
-        assert width_of_mlp(f"model.d_model={other}", "model.d_ff=24") == 24
-        assert width_of_mlp("model.d_ff=24", f"model.d_model={other}") == 24
     assert alone == 2 * shipped
+    given = [f"model.d_model={other}", "model.d_ff=24"]
+    assert width_of_mlp(*given) == width_of_mlp(*reversed(given)) == 24
 
 
 def test_runs_of_a_depth_and_of_its_sizes_are_one_run(tmp_path):
     """Also cut and gone on with; its config has the sizes and the rule, and a fork keeps them."""
     steps = [*QUIET, "train.max_steps=4", "train.log_every=1", "train.eval_every=null"]
-    first = llmexp("train", *steps, "model.depth=2", SMALL, "train.stop_step=2",
-                   "hydra.run.dir=a", cwd=tmp_path)  # fmt: skip
-    assert first.code == 75, first.err
-    done = llmexp("resume", "a", cwd=tmp_path)
-    assert done.code == 0, done.err
+    stopped = ["model.depth=2", SMALL, "train.stop_step=2", "hydra.run.dir=a"]
+    first = ends(tmp_path, "train", *steps, *stopped, code=75)
+    ends(tmp_path, "resume", "a")
     config = yaml.safe_load((first.folder / "config.yaml").read_text())["model"]
     assert (config["n_layers"], config["d_model"], config["depth"]) == (2, 16, 2)
     assert config["shape_rule"]["mlp_factor"] == 4.0
@@ -170,16 +165,14 @@ def test_runs_of_a_depth_and_of_its_sizes_are_one_run(tmp_path):
     assert words.startswith("model.depth=2; n_layers 2, n_heads 2, d_model 16, d_ff 64 (model.sh")
     assert " ".join(words.split()) in " ".join(first.out.split())
     sizes = ["model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=64"]
-    same = llmexp("train", *steps, *sizes, "hydra.run.dir=b", cwd=tmp_path)
+    same = ends(tmp_path, "train", *steps, *sizes, "hydra.run.dir=b")
     assert [r["train/loss"] for r in exact(first)] == [r["train/loss"] for r in exact(same)]
-    fork = llmexp("plan", "fork.run=a", "train.max_steps=6", "--json", cwd=tmp_path)
-    assert fork.code == 0, fork.err
+    fork = ends(tmp_path, "plan", "fork.run=a", "train.max_steps=6", "--json")
     assert json.loads(fork.out)["shape"] == words
 
 
 def test_a_shape_costs_no_build_of_its_own():
     """The model that is counted last is the one that the run describes."""
-    config = composed(*QUIET, "model.size=20k", SMALL)
-    parts = assemble(config)
+    parts = assemble(composed(*QUIET, "model.size=20k", SMALL))
     assert parts.run.parameters_with_head == parameters(GPT2, parts.config.model)
     assert parts.config.model["size"] == "20k"
