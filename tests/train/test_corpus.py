@@ -9,9 +9,8 @@ import pytest
 
 from llmexp.cli.running import run_command
 from llmexp.config.values import ConfigError
-from tests.conftest import TINY, Result, llmexp, train
-from tests.tools import cut_after
-from tests.train.resumed import goes_on
+from tests.conftest import TINY, Result, train
+from tests.train.resumed import goes_on_from
 from tests.train.test_branches import planned
 
 
@@ -74,6 +73,8 @@ def test_named_sets_have_rows_of_their_own(one):
     (row,) = [row for row in one.rows() if row["step"] == 4]
     assert row["val/loss"] == row["val/near/loss"] != row["val/far/loss"]
     assert row["val/far/bits_per_byte"] > 0
+    summary, log = one.json("status.json")["summary"], (one.folder / "train.log").read_text()
+    assert f"| val far loss {summary['final val/far/loss']:>7.4f}" in log
     sources = one.json("run.json")["sources"]
     assert [source["name"] for source in sources] == ["web", "code"]
     assert sum(source["sequences"] for source in sources) == 48
@@ -104,47 +105,10 @@ def test_a_fork_with_another_tokenizer_is_refused(one, monkeypatch):
         planned(["fork.run=run", *other])
 
 
-def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
-    """From `llmexp tokenizer` to the answer, with a second validation set in every output."""
-    pytest.importorskip("tokenizers")
-    source = ["data=corpus", f"data.sources.web.files={files}/web.jsonl"]
-    for size in ("260", "300"):
-        made = llmexp("tokenizer", f"--vocab-size={size}", *source, cwd=tmp_path)
-        assert made.out.startswith(f"{size} ids from 150 training documents"), made.err
-    result = llmexp(
-        "train", "-m", *TINY, *source, f"data.val.far.files={files}/far.jsonl",
-        f"data.val.code.files={files}/code.jsonl", "train.max_tokens=800", "train.log_every=5",
-        "tokenizer=file", "tokenizer.path=tokenizers/bpe-260,tokenizers/bpe-300",
-        "train.eval_every=10", "hydra.sweep.dir=sweep", cwd=tmp_path,
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    answer = " ".join(result.out.split())
-    first, other, figure = re.search(
-        r"one seed each: path=(\S+), val bits/byte ([\d.]+), ([\d.]+) below", answer
-    ).groups()
-    figures = {}
-    for run in (tmp_path / "sweep").glob("*/status.json"):
-        summary = json.loads(run.read_text())["summary"]
-        figures[run.parent.name.partition("bpe-")[2]] = summary
-        assert summary["final val/far/loss"] == summary["final val/loss"]
-        row = (run.parent / "train.log").read_text()
-        assert f"| val code loss {summary['final val/code/loss']:>7.4f}" in row
-    bits = {size: of["final val/bits_per_byte"] for size, of in figures.items()}
-    assert first.endswith(min(bits, key=bits.get))
-    assert float(other) == pytest.approx(min(bits.values()), abs=1e-3)
-    assert float(figure) == pytest.approx(max(bits.values()) - min(bits.values()), rel=0.1)
-    assert "losses per token do not compare" in answer
-    assert "val code" in answer  # a column of its own
-    page = (tmp_path / "sweep" / "compare.html").read_text()
-    assert re.search(r'"label": ?"val code loss"', page)
-    sort = llmexp("compare", "sweep", "--sort=val/code/bits_per_byte", cwd=tmp_path)
-    assert ", val code bits/byte " in " ".join(sort.out.split())
-
-
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_run_goes_on_inside_a_stage(one, tmp_path, step):
     """The other weights begin with sequence 17, in step 3."""
-    goes_on(Result(0, "", "", cut_after(one, tmp_path, step)), one)
+    goes_on_from(step, one, tmp_path)
 
 
 def test_a_stage_of_data_that_begins_with_the_end_is_said_never_to_begin(one, monkeypatch):
