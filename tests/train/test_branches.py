@@ -33,9 +33,9 @@ from llmexp.system.fileio import sha256
 from llmexp.tracker.fields import run_fields
 from llmexp.train.assembly.assemble import Parts, assemble
 from tests import tools
-from tests.conftest import TINY, Result, llmexp, start, train
+from tests.conftest import TINY, Result, start, train
 from tests.tools import amend, exact, same_state, wait_for, weights
-from tests.train.resumed import goes_on
+from tests.train.resumed import ends, goes_on
 
 # Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
 SETTINGS = [
@@ -66,9 +66,7 @@ def here(trunk, monkeypatch) -> Path:
 def fork(trunk: Result, name: str, *overrides: str, step: int = 4) -> Result:
     """A fork of the trunk that has to succeed."""
     given = ["fork.run=trunk", f"fork.step={step}", f"hydra.run.dir={name}", *overrides]
-    result = llmexp("train", *given, cwd=trunk.folder.parent)
-    assert result.code == 0, result.err + result.out
-    return result
+    return ends(trunk.folder.parent, "train", *given)
 
 
 def copy(trunk: Result, name: str, **changes: dict) -> Result:
@@ -158,8 +156,7 @@ def test_a_sweep_over_branch_points_is_killed_and_resumed(trunk):
     wait_for(lambda: rundir.read_status(first.folder).get("state") == "finished", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    again = llmexp("resume", "swept", cwd=cwd)
-    assert again.code == 0, again.err
+    ends(cwd, "resume", "swept")
     assert (cwd / "swept" / "compare.html").exists()
     second = Result(0, "", "", cwd / "swept" / "1-step_8")
     assert [r.json("run.json")["max_steps"] for r in (first, second)] == [5, 10]
@@ -222,11 +219,10 @@ def test_twins_of_a_fork_move_the_weights_that_it_begins_with(trunk):
 def test_halving_over_forks_counts_their_own_steps(trunk):
     cwd = trunk.folder.parent
     swept = ["fork.run=trunk", "fork.step=8", "optimizer.lr=0.01,0.02", "sweep.halving=0.25"]
-    done = llmexp("train", "-m", *swept, "hydra.sweep.dir=halved", cwd=cwd)
-    assert done.code == 0, done.err
+    ends(cwd, "train", "-m", *swept, "hydra.sweep.dir=halved")
     points = json.loads((cwd / "halved" / "sweep.json").read_text())["points"]
-    ends = [(p["rung"] or 1, rundir.newest_step(cwd / "halved" / p["folder"])) for p in points]
-    assert sorted(ends) == [(0.25, 9), (1, 12)]  # of four steps
+    reached = [(p["rung"] or 1, rundir.newest_step(cwd / "halved" / p["folder"])) for p in points]
+    assert sorted(reached) == [(0.25, 9), (1, 12)]  # of four steps
 
 
 def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, here):
@@ -288,8 +284,7 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, here, ca
     second = train(here, "second", *CONSTANT, "train.max_steps=12", "train.seed=2")
     copy(trunk, "faster", optimizer={"lr": 0.02})
     swept = ["fork.run=trunk,second,faster", "optimizer.lr=0.01", "fork.step=8"]
-    done = llmexp("train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks", cwd=here)
-    assert done.code == 0, done.err
+    ends(here, "train", "-m", *swept, "train.max_steps=9", "hydra.sweep.dir=trunks")
     for number, parent in ((0, trunk), (1, second)):
         (point,) = (here / "trunks").glob(f"{number}-*")
         (row,), own = Result(0, "", "", point).rows(), parent.rows()[8]
@@ -299,8 +294,7 @@ def test_forks_of_trunks_that_differ_in_the_seed_are_one_setting(trunk, here, ca
     assert groups == [["faster"], ["second", "trunk"]]
     assert run(["compare", "trunks", "--why"]) == 0
     assert "one trunk" not in capsys.readouterr().out
-    again = llmexp("resume", "trunks", cwd=here)
-    assert (again.code, "resuming 3 runs: 3 finished" in again.out) == (0, True), again.out
+    assert "resuming 3 runs: 3 finished" in ends(here, "resume", "trunks").out
 
 
 def test_an_extended_run_is_the_longer_one(trunk):
@@ -311,31 +305,26 @@ def test_an_extended_run_is_the_longer_one(trunk):
     goes_on(copy(trunk, "longer"), whole, *groups, "train.max_steps=16")
     wsd = [*SETTINGS, "schedule=wsd"]
     share = ["schedule.warmup_ratio=0.17", "train.max_steps=12", "train.stop_step=8"]
-    cut = llmexp("train", *TINY, *wsd, *share, "hydra.run.dir=cut", cwd=cwd)
-    assert cut.code == 75, cut.err  # its decay begins after step 10
+    # its decay begins after step 10
+    cut = ends(cwd, "train", *TINY, *wsd, *share, "hydra.run.dir=cut", code=75)
     whole = train(cwd, "whole16", *wsd, "schedule.warmup_steps=2", "train.max_tokens=1536")
     done = goes_on(cut, whole, "train.max_tokens=1536")
     assert "the warm-up stays 2 updates: schedule.warmup_steps=2" in done.out
-    refused = llmexp("resume", "cut", "train.max_steps=20", cwd=cwd)
-    assert refused.code == 2
+    refused = ends(cwd, "resume", "cut", "train.max_steps=20", code=2)
     assert "llmexp train fork.run=cut fork.step=12 train.max_steps=20" in refused.err
     assert cut.json("run.json")["max_steps"] == 16
     assert cut.json("status.json")["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("value", "order"),
-    [(None, "continue at sequence 64"), ({"files": 7}, "start again at sequence 0: the content")],
-)
-def test_data_that_a_parent_did_not_record_are_taken_for_the_same(
-    trunk, here, tmp_path, value, order
-):
-    shutil.copytree(trunk.folder, tmp_path / "parent")
-    file = tmp_path / "parent" / "run.json"
-    recorded = json.loads(file.read_text()) | {"data_fingerprint": value}
-    file.write_text(json.dumps({k: v for k, v in recorded.items() if v is not None}))
-    given = [f"fork.run={tmp_path / 'parent'}", "fork.step=8", "train.max_steps=20"]
-    assert planned(given).run.parent.order.startswith(order)
+def test_data_that_a_parent_did_not_record_are_taken_for_the_same(trunk, here):
+    begun = copy(trunk, "unrecorded").folder / "run.json"
+    given = ["fork.run=unrecorded", "fork.step=8", "train.max_steps=20"]
+    for value, order in (
+        ({"files": 7}, "start again at sequence 0: the content"), (None, "continue at sequence 64"),
+    ):  # fmt: skip
+        recorded = json.loads(begun.read_text()) | {"data_fingerprint": value}
+        begun.write_text(json.dumps({k: v for k, v in recorded.items() if v is not None}))
+        assert planned(given).run.parent.order.startswith(order)
 
 
 def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, here):
@@ -387,6 +376,5 @@ def test_a_fork_without_any_update_is_no_success(trunk, here):
     np.save("masked.npy", np.full(2000, 7, np.uint16))
     masked = ["data.train_files=[masked.npy]", "data.ignore_id=7", "data.val_ratio=0"]
     given = ["fork.run=trunk", "fork.step=4", "hydra.run.dir=masked", *masked]
-    result = llmexp("train", *given, "train.max_steps=6", cwd=here)
-    assert result.code == 3, result.out
+    result = ends(here, "train", *given, "train.max_steps=6", code=3)
     assert "none of the 2 steps applied an update" in result.err

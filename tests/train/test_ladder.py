@@ -10,8 +10,9 @@ import yaml
 
 from llmexp.__main__ import run
 from llmexp.run.batch import solve_batch
-from tests.conftest import ROOT, TINY, llmexp, train
+from tests.conftest import ROOT, TINY, train
 from tests.tools import composed, printed
+from tests.train.resumed import ends
 
 SHORT = [
     "data=synthetic", "data.n_tokens=20000", "schedule=constant", "schedule.warmup_steps=0",
@@ -29,15 +30,13 @@ def losses(rows: list[dict]) -> list[tuple[float, float]]:
 
 def test_a_budget_in_flops_is_the_run_over_its_tokens_also_cut_and_lengthened(tmp_path):
     """Killed after two steps, gone on with, then given twice the FLOPs in the same folder."""
-    facts = json.loads(llmexp("plan", *TINY, *SHORT, "--json", cwd=tmp_path).out)
+    facts = json.loads(ends(tmp_path, "plan", *TINY, *SHORT, "--json").out)
     price = facts["flops_per_token"]
     flops = price * 12 * 35  # 35 sequences, in windows of 8
     batch = "batch.tokens_per_step=96"
-    settings = [*TINY, *SHORT, batch]
-    first = llmexp("train", *settings, f"train.max_flops={flops + price}", "train.stop_step=2",
-                   "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
-    assert first.code == 75
-    assert llmexp("resume", "run", cwd=tmp_path).code == 0
+    given = [batch, f"train.max_flops={flops + price}", "train.stop_step=2", "hydra.run.dir=run"]
+    first = ends(tmp_path, "train", *TINY, *SHORT, *given, code=75)
+    ends(tmp_path, "resume", "run")
     run = first.json("run.json")
     assert (run["max_tokens"], run["max_steps"], run["tail_sequences"]) == (420, 5, 3)
     assert f"the run ends {price:,.4g} FLOPs" in run["budget_given"]
@@ -49,24 +48,22 @@ def test_a_budget_in_flops_is_the_run_over_its_tokens_also_cut_and_lengthened(tm
     assert config["batch"]["tokens_per_step"] == 96
     assert config["batch"]["real_batch_size"] == 8
     # a short last window cannot be lengthened, a whole one can
-    refused = llmexp("resume", "run", f"train.max_flops={2 * flops}", cwd=tmp_path)
-    assert refused.code == 2
+    refused = ends(tmp_path, "resume", "run", f"train.max_flops={2 * flops}", code=2)
     assert "the last step of run was a short one" in refused.err
     whole = [*SHORT, batch, f"train.max_flops={price * 12 * 16}"]
     longer = train(tmp_path, "longer", *whole)
-    done = llmexp("resume", "longer", f"train.max_flops={price * 12 * 32}", cwd=tmp_path)
-    assert done.code == 0, done.err
+    ends(tmp_path, "resume", "longer", f"train.max_flops={price * 12 * 32}")
     beside = train(tmp_path, "beside", *plain, "train.max_tokens=384")
     assert losses(longer.rows()) == losses(beside.rows())
 
 
 def test_tokens_per_parameter_count_the_head_and_no_tables(tmp_path):
     settings = [*TINY, *SHORT, "train.tokens_per_parameter=0.1"]
-    found = printed("plan", llmexp("plan", *settings, "--json", cwd=tmp_path).out)
+    found = printed("plan", ends(tmp_path, "plan", *settings, "--json").out)
     n = found["parameters_with_head"]
     assert n == found["parameters"] - 32 * 16  # but for the positions: the head is tied
     assert found["max_tokens"] == int(Fraction(n, 10)) // 12 * 12
-    text = llmexp("plan", *settings, cwd=tmp_path).out
+    text = ends(tmp_path, "plan", *settings).out
     assert f"train.tokens_per_parameter=0.1 x {n:,} parameters" in " ".join(text.split())
 
 
@@ -87,8 +84,7 @@ def test_a_fork_takes_another_batch_in_tokens_or_in_sequences(tmp_path, monkeypa
 
 def test_a_sweep_over_flops_says_where_its_tokens_come_from(tmp_path):
     sweep = ["-m", *TINY, *SHORT, "train.max_flops=1e8,2e8", "model.n_layers=1,2"]
-    found = llmexp("plan", *sweep, cwd=tmp_path)
-    assert found.code == 0
+    found = ends(tmp_path, "plan", *sweep)
     assert "note: tokens follow from train.max_flops and the model" in found.err
     assert "unequal" not in found.err
 

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmexp.folders import rundir
 from llmexp.train.assembly.assemble import assemble
-from tests.conftest import Result, llmexp, train
+from tests.conftest import Result, train
 from tests.tools import cut_after
+from tests.train.resumed import ends
 
 LENGTH = 12
 
@@ -42,12 +43,11 @@ def check(run: Result, sizes: dict[int, int]) -> None:
     """Each row's rates against the sequences of its steps, which `sizes` has by step."""
     facts, each = run.json("run.json"), counted_per_sequence(run.folder)
     assert each == facts["flops_per_token"] * LENGTH
-    before, computed = min(sizes) - 1, 0
+    before, computed, ranks = min(sizes) - 1, 0, facts["world_size"]
     for row in run.rows():
         steps = range(before + 1, row["step"] + 1)
         sequences, before = sum(sizes[step] for step in steps), row["step"]
         seconds = row["step_time"] * len(steps)
-        ranks = facts["world_size"]
         assert row["tokens_per_sec"] * seconds == pytest.approx(sequences * LENGTH)
         assert row["tokens_per_sec_per_rank"] == pytest.approx(row["tokens_per_sec"] / ranks)
         work = row["tflops_per_sec_per_rank"] * ranks * 1e12 * seconds
@@ -89,11 +89,9 @@ def test_a_resumed_run_and_a_fork_count_what_they_have_computed(half, tmp_path, 
     monkeypatch.chdir(half)
     whole = train(half, tmp_path.name, *TOKENS, *SIX, "checkpoint.every=3")
     cut = cut_after(whole, half, 3)
-    again = llmexp("resume", cut.name, cwd=half)
-    assert again.code == 0, again.err
+    ends(half, "resume", cut.name)
     for row in Result(0, "", "", cut).rows():  # that of step 4 from one step of this attempt
         assert row["tokens_per_sec"] * row["step_time"] == pytest.approx(4 * LENGTH)
     given = [f"fork.run={whole.folder.name}", "fork.step=3", "train.max_steps=9"]
-    fork = llmexp("train", *given, "hydra.run.dir=fork", cwd=half)
-    assert fork.code == 0, fork.err
+    fork = ends(half, "train", *given, "hydra.run.dir=fork")
     check(fork, dict.fromkeys(range(4, 10), 4))
