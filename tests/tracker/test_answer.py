@@ -21,22 +21,12 @@ from llmexp.tracker.fields import (
     write_position,
 )
 from llmexp.tracker.sync import upload_command
-from tests.conftest import HANG_S, ROOT, TINY, Result, llmexp
+from tests.conftest import HANG_S, ROOT
 from tests.tools import amend
 from tests.tracker.fake_wandb import Behaviour, FakeRun, FakeWandb
-from tests.tracker.test_sync import KEY, make_run, rows_of
+from tests.tracker.made import QUICK, bare, llmexp, login, make_run
 
-QUICK = [
-    *(o for o in TINY if not o.startswith("tracker")), "data=synthetic", "train.max_steps=3",
-    "train.log_every=1", "tracker.start_timeout_s=60", "tracker.finish_timeout_s=60",
-    "hydra.sweep.dir=s", "-m", "optimizer.lr=1e-5,1e-2",
-]  # fmt: skip
 MARKS = ("compare/mark", "compare/difference", "compare/ci_half")
-
-
-def run(tmp_path: Path, server: FakeWandb, *arguments: str, mode: str = "online") -> Result:
-    login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
-    return llmexp(*arguments, cwd=tmp_path, WANDB_MODE=mode, **login)
 
 
 def answers(server: FakeWandb) -> list[FakeRun]:
@@ -76,7 +66,7 @@ def check_all_there(tmp_path: Path, server: FakeWandb) -> None:
             assert {k: v for k, v in there.summary.items() if k in MARKS} == known
             assert "final val/loss" in there.summary
             rows = read_rows(one.path / "metrics.jsonl")
-            assert rows_of(there) == rows
+            assert bare(there.rows) == rows
             assert [row["_step"] for row in there.rows] == [row["step"] for row in rows]
             record = json.loads((one.path / "run.json").read_text())
             config = {key: value["value"] for key, value in there.config.items()}
@@ -108,25 +98,10 @@ def check_workspace(server: FakeWandb, said: str) -> None:
     assert {panel["config"]["groupArea"] for panel in panels} == {"minmax"}
 
 
-def test_a_sweep_ends_with_its_answer_and_a_wider_one_replaces_it(tmp_path: Path) -> None:
+def test_an_offline_sweep_is_completed_by_sync_and_a_wider_one_replaces_its_answer(tmp_path):
+    grid = [*QUICK, "-m", "optimizer.lr=1e-5,1e-2"]
     with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *QUICK, "train.seed=1")
-        assert done.code == 0, done.err
-        (line,) = re.findall(r"^wandb  (.*)$", done.out, re.M)
-        assert line.endswith(next(i for i, r in server.runs.items() if r in answers(server)))
-        assert "upload llmexp sync" not in done.out
-        check_all_there(tmp_path, server)
-        first = answers(server)[0].variables["notes"]
-        wider = [a for a in QUICK if not a.startswith("hydra.")]
-        done = run(tmp_path, server, "train", *wider, "train.seed=1,2", "sweep.resume=s")
-        assert done.code == 0, done.err
-        check_all_there(tmp_path, server)
-        assert answers(server)[0].variables["notes"] != first
-
-
-def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
-    with FakeWandb() as server:
-        done = run(tmp_path, server, "train", *QUICK, mode="offline")
+        done = llmexp(tmp_path, server, "train", *grid, "hydra.sweep.dir=s", WANDB_MODE="offline")
         assert done.code == 0, done.err
         assert (server.runs, "upload llmexp sync" in done.out) == ({}, True)
         assert "wandb: the answer" not in done.out
@@ -135,22 +110,40 @@ def test_an_offline_sweep_is_completed_by_sync(tmp_path: Path) -> None:
             ("refuses files", "the server does not have its page and table"),  # unsaid by wandb
         ):
             server.behaviour = behaviour
-            done = run(tmp_path, server, "sync", "s")
+            done = llmexp(tmp_path, server, "sync", "s")
             assert done.code == 1
             assert re.search(f"^s: answer not uploaded: {says}$", done.out, re.M), done.out
             assert (behaviour == "refuses rows") == (answers(server) == [])
             assert upload_is_pending(tmp_path / "s")
         server.behaviour = "ok"
-        done = run(tmp_path, server, "sync", "s")
+        done = llmexp(tmp_path, server, "sync", "s")
         assert done.code == 0, done.out + done.err
         check_all_there(tmp_path, server)
         requests = server.requests
-        assert "answer" not in run(tmp_path, server, "sync", "s").out
+        assert "answer" not in llmexp(tmp_path, server, "sync", "s").out
         assert server.requests - requests < 5
-        done = run(tmp_path, server, "sync", "--answer", "s")  # again, by itself
+        done = llmexp(tmp_path, server, "sync", "--answer", "s")  # again, by itself
         assert "s: answer: http" in done.out
         check_all_there(tmp_path, server)
         check_workspace(server, done.out)
+
+        first = answers(server)[0].variables["notes"]
+        done = llmexp(tmp_path, server, "train", *grid, "train.seed=1,2", "sweep.resume=s")
+        assert done.code == 0, done.err
+        (line,) = re.findall(r"^wandb  (.*)$", done.out, re.M)
+        assert line.endswith(next(i for i, r in server.runs.items() if r in answers(server)))
+        assert "upload llmexp sync" not in done.out
+        check_all_there(tmp_path, server)
+        assert answers(server)[0].variables["notes"] != first
+
+        # A run was deleted there.
+        del server.runs[next(name for name in server.runs if not line.endswith(name))]
+        (answer,), rows = answers(server), len(answers(server)[0].rows)
+        done = llmexp(tmp_path, server, "sync", "--answer", "s")
+        assert (done.code, done.err) == (1, "")
+        assert re.search(r"^s: answer not uploaded: .*Could not find run", done.out, re.M)
+        assert len(answer.rows) == rows
+        assert upload_is_pending(tmp_path / "s")
 
 
 def make_sweep(path: Path) -> Path:
@@ -165,10 +158,10 @@ def make_sweep(path: Path) -> Path:
 
 
 def python(cwd: Path, script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """What a script does in a process with a login; of its time wandb alone would take more."""
-    login = os.environ | {"WANDB_API_KEY": KEY, "HOME": str(cwd)} | env
+    """What a script does in a process of its own; of its time wandb alone would take more."""
     command, more = [sys.executable, "-c", script, *words], {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=cwd, env=login, timeout=HANG_S, **more)
+    there = os.environ | {"HOME": str(cwd)} | env
+    return subprocess.run(command, cwd=cwd, env=there, timeout=HANG_S, **more)
 
 
 DELIVER = """
@@ -194,16 +187,16 @@ print("the sweep goes on")
     ],
 )
 def test_a_bad_server_costs_the_answer_what_it_costs_a_run(
-    tmp_path: Path, behaviour: Behaviour, module: str, expected: str
-) -> None:
+    tmp_path, behaviour: Behaviour, module: str, expected: str
+):
     make_sweep(tmp_path / "s")
     (tmp_path / "path").mkdir()
     if module:
         (tmp_path / "path" / "wandb.py").write_text(module)
     asked = "3" if expected == "stopped" else "1000"
     with FakeWandb(behaviour) as server:
-        login = {"WANDB_BASE_URL": server.url, "WANDB_MODE": "online"}
-        done = python(tmp_path, DELIVER, asked, PYTHONPATH=f"{tmp_path / 'path'}:{ROOT}", **login)
+        env = {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "WANDB_MODE": "online"}
+        done = python(tmp_path, DELIVER, asked, **env, **login(server.url))
     lines = [f"wandb: the answer is not there ({expected})", "the sweep goes on"]
     said = [line for line in done.stderr.splitlines() if "[wandb.login()]" not in line]
     assert (done.stdout.splitlines(), said) == (lines, [])  # the client may get to its own line
@@ -225,12 +218,12 @@ gc.collect()
 """
 
 
-def test_a_client_that_is_given_up_prints_nothing(tmp_path: Path) -> None:
+def test_a_client_that_is_given_up_prints_nothing(tmp_path):
     done = python(tmp_path, GIVE_UP, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_here_cost_no_sweep_its_end(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     sweep = make_sweep(tmp_path / "s")
 
@@ -249,24 +242,12 @@ def test_errors_here_cost_no_sweep_its_end(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.fresh  # forks have imported plotly
-def test_a_comparison_that_fails_does_not_fail_the_upload(tmp_path: Path) -> None:
+def test_a_comparison_that_fails_does_not_fail_the_upload(tmp_path):
     make_sweep(tmp_path / "s")
     (tmp_path / "plotly.py").write_text("raise RuntimeError('broken')")
     with FakeWandb() as server:
-        login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
-        path = f"{tmp_path}:{ROOT}"
-        done = llmexp("sync", "--answer", "s", cwd=tmp_path, PYTHONPATH=path, **login)
+        done = llmexp(tmp_path, server, "sync", "--answer", "s", PYTHONPATH=f"{tmp_path}:{ROOT}")
     *runs, answer = done.out.splitlines()
     assert (done.code, done.err, len(runs)) == (1, "", 2)
     assert all("nothing to send, all 20 rows are there" in line for line in runs)
     assert answer == "s: answer not uploaded: RuntimeError: broken"
-
-
-def test_a_run_that_was_deleted_there_is_one_line(tmp_path: Path) -> None:
-    make_sweep(tmp_path / "s")
-    with FakeWandb() as server:
-        done = run(tmp_path, server, "sync", "--answer", "s")
-        assert (done.code, done.err) == (1, "")
-        assert re.search(r"^s: answer not uploaded: .*Could not find run.*r[01]", done.out, re.M)
-        assert answers(server)[0].rows == []
-    assert upload_is_pending(tmp_path / "s")

@@ -1,9 +1,6 @@
 """Trackers besides wandb: each ends with the rows of metrics.jsonl, whatever happened between."""
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,46 +10,16 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.config import sections
-from llmexp.folders import rundir
 from llmexp.folders.rows import Rows, read_rows
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror, finish_all
-from tests.conftest import HANG_S, ROOT, TINY
-from tests.tracker.test_sync import make_run
-from tests.tracker.test_tracker import make_rows
+from tests.conftest import HANG_S, TINY
+from tests.tracker.made import make_rows, make_run, run_worker, write_rows
 
 FIELDS = Fields("proj", None, "a run", "a/sweep", [], None, {"clip": {"max_norm": 0.5}}, "run-1")
 NAMES = dict.fromkeys(("project", "name", "group", "notes"))
 SETTINGS = sections.Tracker(kind="tensorboard", tags=[], finish_timeout_s=60, **NAMES)
-# A worker that follows its rows; `die`: it is killed when its rows should have arrived.
-WORKER = """
-import json, os, sys, time
-from pathlib import Path
-from llmexp.config.execution import Tracker
-from llmexp.folders.rows import Rows
-from llmexp.tracker.mirror import Mirror
-from llmexp.tracker.stores import STORES
-from tests.tracker.test_stores import FIELDS, SETTINGS
-kind, folder, rows, die = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
-arrived, Store = [], STORES[kind]
-class Counted(Store):
-    def rows(self, rows):
-        super().rows(rows)
-        arrived.extend(rows)
-STORES[kind] = Counted
-out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1).open()
-mirror = Mirror(kind, SETTINGS, folder, FIELDS, print)
-for row in rows:
-    out.add(row)
-    out.flush()
-if die == "die":
-    while len(arrived) < len(rows):
-        time.sleep(0.05)
-    time.sleep(1)
-    os._exit(9)
-mirror.finish({"final val/loss": 1.25}, 0)
-"""
 
 
 class Kept(stores.Store):
@@ -100,20 +67,15 @@ def follow(folder: Path, rows: list[dict[str, Any]], code: int = 0) -> list[str]
     return said
 
 
-def test_rows_arrive_once_over_a_resume_from_an_earlier_step(tmp_path, kept):
-    assert follow(tmp_path, make_rows(1, 5), 75) == []
-    assert follow(tmp_path, make_rows(4, 9)) == []
-    assert kept.there == read_rows(tmp_path / "metrics.jsonl") == make_rows(1, 9)
-    assert kept.ends == [({"steps": 5}, 75), ({"steps": 9}, 0)]
-
-
-def test_the_rows_of_a_forks_parents_come_first_and_once(tmp_path, kept):
-    parents = make_rows(1, 4)
-    (tmp_path / "lineage.jsonl").write_text("".join(json.dumps(row) + "\n" for row in parents))
-    assert follow(tmp_path, make_rows(5, 6), 75) == []
-    assert kept.there == make_rows(1, 6)
-    assert follow(tmp_path, make_rows(7, 9)) == []
+def test_rows_arrive_once_over_a_resume_those_of_a_forks_parents_first(tmp_path, kept):
+    """The resume is from an earlier step."""
+    write_rows(tmp_path / "lineage.jsonl", make_rows(1, 4))
+    assert follow(tmp_path, make_rows(5, 7), 75) == []
+    assert kept.there == make_rows(1, 7)
+    assert follow(tmp_path, make_rows(6, 9)) == []
     assert kept.there == make_rows(1, 9)
+    assert read_rows(tmp_path / "metrics.jsonl") == make_rows(5, 9)
+    assert kept.ends == [({"steps": 7}, 75), ({"steps": 9}, 0)]
 
 
 @pytest.mark.parametrize("fails", ["start", "rows"])
@@ -124,14 +86,15 @@ def test_a_dead_server_costs_a_line_and_sync_completes_it(tmp_path, kept, capsys
     assert "tensorboard: stopped (OSError: no route to host)" in line
     assert f"llmexp sync {run} --to tensorboard" in line
     assert kept.there == []
-    assert command(["sync", str(run), "--to", "tensorboard"]) == 1
-    assert "not uploaded: OSError: no route to host" in capsys.readouterr().out
-    kept.fails = ""
-    assert command(["sync", str(run), "--to", "tensorboard"]) == 0
-    assert "4 of 4 rows sent, finished: memory" in capsys.readouterr().out
+    for fails_now, code, says in (
+        (fails, 1, "not uploaded: OSError: no route to host"),
+        ("", 0, "4 of 4 rows sent, finished: memory"),
+        ("", 0, "0 of 4 rows sent"),
+    ):
+        kept.fails = fails_now
+        assert command(["sync", str(run), "--to", "tensorboard"]) == code
+        assert says in capsys.readouterr().out
     assert kept.there == read_rows(run / "metrics.jsonl")
-    assert command(["sync", str(run), "--to", "tensorboard"]) == 0
-    assert "0 of 4 rows sent" in capsys.readouterr().out
 
 
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
@@ -158,7 +121,7 @@ def there(kind: str, folder: Path) -> dict[int, dict[str, float]]:
         from mlflow import MlflowClient
 
         client = MlflowClient()
-        (run,) = client.search_runs([client.get_experiment_by_name("proj").experiment_id])
+        (run,) = client.search_runs([client.get_experiment_by_name("a-project").experiment_id])
         for key in run.data.metrics:
             history = client.get_metric_history(run.info.run_id, key)
             assert len({metric.step for metric in history}) == len(history)
@@ -167,7 +130,7 @@ def there(kind: str, folder: Path) -> dict[int, dict[str, float]]:
     else:
         from trackio.sqlite_storage import SQLiteStorage
 
-        for row in SQLiteStorage.get_logs("proj", "a run run-1"):
+        for row in SQLiteStorage.get_logs("a-project", "lr=3e-4 run-1"):
             row.pop("timestamp")
             found[row["step"]] = row
     return found
@@ -178,21 +141,16 @@ def test_each_holds_the_rows_after_a_kill_and_a_resume(tmp_path, monkeypatch, ki
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip(kind, reason=f"pip install 'llmexp[{kind}]'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for rows, end, code in ((make_rows(1, 5), "die", 9), (make_rows(4, 9), "finish", 0)):
-        words = [kind, str(tmp_path), json.dumps(rows), end]
-        done = subprocess.run(
-            [sys.executable, "-c", WORKER, *words], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    rows = read_rows(tmp_path / rundir.METRICS)
+    run_dir = tmp_path / "run"
+    for rows, plan, code in ((make_rows(1, 5), {"die_at": 5}, -9), (make_rows(4, 9), {}, 0)):
+        done = run_worker(run_dir, rows, kind=kind, plan=plan)
+        assert (done.code, done.said) == (code, []), done.stderr
+    rows = read_rows(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 10))
-    kept = there(kind, tmp_path)
+    kept = there(kind, run_dir)
     assert sorted(kept) == [row["step"] for row in rows]
     for row in rows:
-        expected = stores.numbers(row)
-        assert {**kept[row["step"]], "step": row["step"]} == expected
+        assert {**kept[row["step"]], "step": row["step"]} == stores.numbers(row)
     assert not [t for t in threading.enumerate() if t.name == "tracker"]
 
 

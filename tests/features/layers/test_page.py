@@ -18,7 +18,8 @@ __all__ = ["browser", "show"]  # fixtures
 
 
 def write_layers(run: Path, steps: int, every: int = 1, layers: int = 3) -> dict[int, list[float]]:
-    """Write the figures of a run; return its ratios of update to weights by tokens."""
+    """Write the figures of a run; return its ratios of update to weights by tokens. Of one figure,
+    as of experts behind dense blocks, the first layer has none."""
     draw, found = random.Random(run.name).uniform, {}
     run.mkdir(parents=True)
     with open(run / "layers.jsonl", "w") as file:
@@ -27,6 +28,7 @@ def write_layers(run: Path, steps: int, every: int = 1, layers: int = 3) -> dict
             for key in ("weight_norm", "update_norm"):
                 line[key] = {f"blocks.{i}.mlp": draw(1, 2) for i in range(layers)}
             line["residual_rms"] = {f"blocks.{i}": draw(1, 2) for i in range(layers)}
+            line["moe/dead"] = {"blocks.1": step, "blocks.2": 9.0}
             file.write(json.dumps(line) + "\n")
             pairs = zip(line["update_norm"].values(), line["weight_norm"].values(), strict=True)
             found[64 * step] = [update / weight for update, weight in pairs]
@@ -41,35 +43,20 @@ def whole_page(folder: Path) -> str:
 
 
 def test_the_maps_are_the_figures(tmp_path):
+    """Of no more than some steps."""
     assert 'id="layers"' not in whole_page(tmp_path)
-    known = [write_layers(tmp_path / str(i), 40, every=2 + i) for i in range(2)]
-    drawn = figures(whole_page(tmp_path))["layers"]["data"]
-    for trace, ratios in zip(drawn, known, strict=True):
-        assert array(trace["x"]).tolist() == list(ratios)
-        np.testing.assert_allclose(array(trace["z"]), np.array(list(ratios.values())).T, 1e-6)
-
-
-def test_a_figure_that_not_all_layers_have_is_at_the_layers_that_have_it(tmp_path):
-    """As of experts behind dense blocks."""
-    write_layers(tmp_path / "0", 3)
-    lines = [json.loads(one) for one in (tmp_path / "0" / "layers.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["moe/dead"] = {"blocks.1": line["step"], "blocks.2": 9.0}
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "0" / "layers.jsonl").write_text(text)
+    known = [write_layers(tmp_path / str(i), *given) for i, given in enumerate(((6, 2), (1000, 1)))]
     figure = figures(whole_page(tmp_path))["layers"]
+    few, many = figure["data"]
+    assert array(few["x"]).tolist() == list(known[0])
+    assert len(array(many["x"])) == STEPS
+    assert (array(many["x"])[0], array(many["x"])[-1]) == (64, 64_000)
+    for trace, ratios in zip((few, many), known, strict=True):
+        wanted = np.array([ratios[int(at)] for at in array(trace["x"])]).T
+        np.testing.assert_allclose(array(trace["z"]), wanted, 1e-6)
     keys = [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]]
-    grid = array(menu(figure, 0)[keys.index("moe/dead")][0]["z"][0])
-    np.testing.assert_array_equal(grid, [[np.nan] * 3, [1, 2, 3], [9, 9, 9]])
-
-
-def test_no_more_than_some_steps_are_embedded(tmp_path):
-    known = write_layers(tmp_path / "0", 1000)
-    (trace,) = figures(whole_page(tmp_path))["layers"]["data"]
-    x, z = array(trace["x"]), array(trace["z"])
-    assert len(x) == STEPS == z.shape[1]
-    assert (x[0], x[-1]) == (64, 64_000)
-    np.testing.assert_allclose(z, np.array([known[int(at)] for at in x]).T, 1e-6)
+    dead = array(menu(figure, 0)[keys.index("moe/dead")][0]["z"][0])
+    np.testing.assert_array_equal(dead, [[np.nan] * 3, [2, 4, 6], [9, 9, 9]])
 
 
 @pytest.mark.parametrize(
