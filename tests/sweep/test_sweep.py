@@ -108,35 +108,72 @@ def pair(runs, tmp_path) -> Path:
 
 
 def test_a_widened_grid_runs_only_what_is_new(tmp_path, pair):
+    def widened(*words: str, says: str) -> Result:
+        done = llmexp(*words, cwd=tmp_path)
+        assert done.code == 0, done.err + done.out
+        assert says in done.out
+        assert written(pair)["min_effect"] == 0.5
+        return done
+
+    again = ["train", "-m", *TINY, *PAIR, "sweep.resume=s"]
     before = {p: p.read_bytes() for p in pair.glob("[01]-*/*.json*")}
     # Written in another way, with other names and intervals, and in another order: the same points.
     wider = ["clip.max_norm=1,2.0,0.50", "train.seed=1234", "name=other", "checkpoint.every=null"]
-    second = llmexp("train", "-m", *TINY, *PAIR, *wider, "sweep.resume=s", cwd=tmp_path)
-    assert second.code == 0, second.err + second.out
-    assert "compare.html" in second.out
+    second = widened(*again, *wider, says="resuming 3 runs: 2 finished, 1 new")
     compared = llmexp("compare", "s", cwd=tmp_path).out.splitlines()
     assert "\n".join(line.rstrip() for line in compared) in second.out
+    assert "compare.html" in second.out
     assert (pair / "plotly.min.js").stat().st_size > 1e6  # what the page names
-    assert {p: p.read_bytes() for p in before} == before
-    there = [(p.number, p.state, p.attempts) for p in points(pair)]
-    assert there == [(i, "finished", 1) for i in range(3)]
+    there = points(pair)
+    assert [(p.number, p.state, p.attempts) for p in there] == [
+        (i, "finished", 1) for i in range(3)
+    ]
     assert written(pair)["swept"] == ["clip.max_norm"]
-    assert written(pair)["min_effect"] == 0.5  # what the sweep began with
-    assert "resuming 3 runs: 2 finished, 1 new" in second.out
+
+    # Without a ledger points are known by the configs in their folders; attempts are not.
+    (pair / "sweep.json").unlink()
+    rebuilt = "sweep.json: is missing and is rebuilt from 3 runs"
+    widened(*again, "clip.max_norm=0.5,1.0,4.0", says=rebuilt)
+    told = ("number", "label", "folder", "overrides", "state", "started", "ended", "exit_code")
+    after = points(pair)
+    for old, new in zip(there, after, strict=False):
+        assert [getattr(old, key) for key in told] == [getattr(new, key) for key in told]
+    assert [p.attempts for p in after] == [0, 0, 0, 1]
+    assert after[3].label == "max_norm_4.0"
+    assert written(pair)["swept"] == ["clip.max_norm"]
+
     # Another value of a key that all points share makes no point; beside the old one it does.
-    third = llmexp("resume", "s", "clip.max_norm=0.5", "data.seed=0,3", cwd=tmp_path)
-    assert third.code == 0, third.err
-    assert "resuming 2 runs: 1 finished, 1 new" in third.out
-    assert points(pair)[3].folder == "3-max_norm_0.5+seed_3"
+    words = ["resume", "s", "clip.max_norm=0.5", "data.seed=0,3"]
+    widened(*words, says="resuming 2 runs: 1 finished, 1 new")
+    assert points(pair)[4].folder == "4-max_norm_0.5+seed_3"
     assert written(pair)["swept"] == ["clip.max_norm", "data.seed"]
+    assert {p: p.read_bytes() for p in before} == before
 
 
-def test_a_longer_budget_lengthens_every_point(tmp_path, pair):
-    """They were finished; the warm-up, which was a share of the old budget, stays as it was."""
+def test_a_sweep_of_an_earlier_version_goes_on_and_is_lengthened(tmp_path, pair):
+    """Its files know fewer knobs, and its points by other hashes: what had finished is not trained
+    again. A warm-up that was a share of the old budget stays as it was under a longer one."""
+    for path in pair.glob("*/config.yaml"):
+        config = yaml.safe_load(path.read_text())
+        del config["user"], config["train"]["twin"], config["tracker"]["entity"]
+        del config["optimizer"]["rule"]
+        path.write_text(yaml.safe_dump(config))
+    tree = written(pair)
+    del tree["min_effect"]
+    for point in tree["points"]:
+        point["identity"] = "0" * 24
+    (pair / "sweep.json").write_text(json.dumps(tree))
+    amend(pair / tree["points"][1]["folder"] / "status.json", state="preempted")
+    rows = {path: path.read_bytes() for path in pair.glob("*/metrics.jsonl")}
+    resumed = llmexp("resume", "s", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err + resumed.out
+    assert {path: path.read_bytes() for path in rows} == rows
+    assert [(p.state, p.attempts) for p in points(pair)] == [("finished", 1), ("finished", 2)]
+
     done = llmexp("resume", "s", "train.max_steps=5", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "resuming 2 runs: 2 with a longer budget" in done.out
-    assert list(states(pair).values()) == ["finished"] * 2
+    assert [*states(pair).values()] == ["finished"] * 2
     warm = ["schedule=constant", "schedule.warmup_steps=1", "train.max_steps=5"]
     whole = train(tmp_path, "whole", *RUN, *warm, "clip.max_norm=0.5")
     longer = Result(0, "", "", pair / "0-max_norm_0.5")
@@ -146,34 +183,26 @@ def test_a_longer_budget_lengthens_every_point(tmp_path, pair):
     assert len(longer.rows()) == 5
 
 
-def test_more_epochs_lengthen_every_point(tmp_path):
-    grid = ["train.max_steps=null", "train.tail=drop", "schedule=constant", "clip.max_norm=0.5,1.0"]
-    command = ["train", "-m", *TINY, *RUN, *grid, "train.max_epochs=0.1", "hydra.sweep.dir=s"]
-    first = llmexp(*command, cwd=tmp_path)
-    assert first.code == 0, first.err
-    runs = [Result(0, "", "", tmp_path / "s" / name) for name in states(tmp_path / "s")]
-    before = [run.rows()[-1]["step"] for run in runs]
-    done = llmexp("resume", "s", "train.max_epochs=0.2", cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "resuming 2 runs: 2 with a longer budget" in done.out
-    after = [run.rows()[-1]["step"] for run in runs]
-    assert after == [run.json("run.json")["max_steps"] for run in runs]
-    assert min(after) > max(before)
-
-
 def test_points_that_cannot_run_or_are_another_one_again_are_left_out_and_named(tmp_path):
-    """Known as composed, or only as solved; a second command leaves them out again."""
+    """Known as composed, or only as solved; later commands leave them out again, also one that
+    lengthens the others by more epochs."""
     grid = ["batch.real_batch_size=12", "batch.gradient_accumulation_steps=1,5",
             "batch.micro_batch_size=12,null", "clip.max_norm=1,-1",
-            "train.max_steps=2"]  # fmt: skip
+            "train.max_steps=null", "train.max_epochs=0.1", "train.tail=drop",
+            "schedule=constant"]  # fmt: skip
     command = ["train", "-m", *TINY, *RUN, *grid, "hydra.sweep.dir=s"]
     refused = llmexp(*command, cwd=tmp_path)
     assert (refused.code, (tmp_path / "s").exists()) == (2, False)
-    found = []
-    for arguments in ([*command, "sweep.on_infeasible=skip"], ["resume", "s"]):
+    found, steps = [], []
+    longer = ["resume", "s", "train.max_epochs=0.2"]
+    for arguments in ([*command, "sweep.on_infeasible=skip"], ["resume", "s"], longer):
         done = llmexp(*arguments, cwd=tmp_path)
         assert done.code == 0, done.err
         found.append(points(tmp_path / "s"))
+        run = Result(0, "", "", tmp_path / "s" / found[-1][0].folder)
+        steps.append(run.rows()[-1]["step"])
+        assert steps[-1] == run.json("run.json")["max_steps"]
+    assert steps[0] == steps[1] < steps[2]
     first, *others = found[0]
     assert (first.state, len(others)) == ("finished", 7)
     for p in others:
@@ -184,6 +213,8 @@ def test_points_that_cannot_run_or_are_another_one_again_are_left_out_and_named(
             reason = "clip.max_norm=-1: "
         assert (p.state, p.error[: len(reason)]) == ("infeasible", reason), p
     assert found[1] == found[0]
+    assert found[2][1:8] == others
+    assert {p.state for p in found[2][1:]} == {"infeasible"}
 
 
 def test_a_retry_and_a_stop_on_failure(tmp_path):
@@ -201,23 +232,6 @@ def test_a_retry_and_a_stop_on_failure(tmp_path):
     stopped = llmexp("train", *two, *stop, cwd=tmp_path, FAULT_PLAN="step_start-3:raise")
     assert stopped.code == 1
     assert [p.state for p in points(tmp_path / "stop")] == ["failed", "queued"]
-
-
-@pytest.mark.slow
-def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
-    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.hang_timeout_s=25"]
-    command = ["-m", *TINY, *RUN, *two, "sweep.max_retries=1", "hydra.sweep.dir=s"]
-    hook = ["--allow", "own", "hooks=[own.faults.act]"]
-    plan = "step_start-3@1:freeze once"
-    process = start("train", *command, *hook, cwd=tmp_path, FAULT_PLAN=plan)
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, out + err
-    assert "no output for 25 s (sweep.hang_timeout_s): killed" in out
-    assert [p.attempts for p in points(tmp_path / "s")] == [2]
-    wait_for(lambda: not session(process.pid))
-
-
-# --- halving
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):
@@ -278,9 +292,6 @@ def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):
     again = llmexp("resume", "s", "sweep.halving=null", cwd=tmp_path)
     assert again.code == 0, again.err
     assert set(states(tmp_path / "s").values()) == {"finished"}
-
-
-# --- slots
 
 
 @pytest.mark.parametrize(
@@ -387,46 +398,6 @@ def test_a_change_of_a_point_among_1000_is_a_line(tmp_path):
     assert ledgers.read_ledger(tmp_path).points[9].attempts == 5
     (tmp_path / "sweep.jsonl").write_bytes(text)  # as if it had been killed before it was removed
     assert ledgers.read_ledger(tmp_path) == found
-
-
-def test_points_are_known_by_their_folders_too(tmp_path, pair):
-    """By the configs in them: without a ledger, nothing runs twice."""
-    before = points(pair)
-    (pair / "sweep.json").unlink()
-    wider = ["clip.max_norm=0.5,1.0,2.0", "sweep.resume=s"]
-    done = llmexp("train", "-m", *TINY, *PAIR, *wider, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "sweep.json: is missing and is rebuilt from 2 runs" in done.out
-    told = ("number", "label", "folder", "overrides", "state", "started", "ended", "exit_code")
-    after = points(pair)
-    for old, new in zip(before, after, strict=False):
-        assert [getattr(old, key) for key in told] == [getattr(new, key) for key in told]
-    assert [p.attempts for p in after] == [0, 0, 1]  # those of before are not known
-    assert after[2].label == "max_norm_2.0"
-    assert written(pair)["swept"] == ["clip.max_norm"]
-
-
-def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path, pair):
-    """Its files know fewer knobs, and its points by other hashes; a point that was cut goes on."""
-    for path in pair.glob("*/config.yaml"):
-        config = yaml.safe_load(path.read_text())
-        del config["user"], config["train"]["twin"], config["tracker"]["entity"]
-        del config["optimizer"]["rule"]
-        path.write_text(yaml.safe_dump(config))
-    tree = written(pair)
-    del tree["min_effect"]
-    for point in tree["points"]:
-        point["identity"] = "0" * 24
-    (pair / "sweep.json").write_text(json.dumps(tree))
-    amend(pair / tree["points"][1]["folder"] / "status.json", state="preempted")
-    rows = {path: path.read_bytes() for path in pair.glob("*/metrics.jsonl")}
-    resumed = llmexp("resume", "s", cwd=tmp_path)
-    assert resumed.code == 0, resumed.err + resumed.out
-    assert {path: path.read_bytes() for path in pair.glob("*/metrics.jsonl")} == rows
-    assert [(p.state, p.attempts) for p in points(pair)] == [("finished", 1), ("finished", 2)]
-
-
-# --- elsewhere
 
 
 @pytest.mark.fresh
