@@ -18,6 +18,7 @@ from llmexp.train.windows import read_ahead
 from tests.conftest import TINY
 from tests.tools import composed, equal
 
+YES, NO = torch.tensor(True), torch.tensor(False)
 BUILDERS = {
     "adamw": lambda m: adamw.adamw(m, lr=0.1),
     "sgd": lambda m: sgd.sgd(m, lr=0.1),
@@ -34,10 +35,11 @@ def made(name: str) -> tuple[GPT2, list[torch.optim.Optimizer]]:
     return model, held.as_list(BUILDERS[name](model))
 
 
-def give_gradients(model: GPT2, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
+def give_gradients(seed: int, *models: torch.nn.Module) -> None:
+    for model in models:
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
 def state(model, optimizers):
@@ -49,51 +51,47 @@ def state(model, optimizers):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_skipped_update_leaves_everything_and_the_next_is_as_if_it_had_not_been(name):
     """Also the first one, where torch's fused SGD would keep uninitialised momentum."""
-    yes, no = torch.tensor(True), torch.tensor(False)
-    model, optimizers = made(name)
-    plain_model, plain_optimizers = made(name)
+    (model, optimizers), (plain_model, plain_optimizers) = made(name), made(name)
     for seed, skip in enumerate([True, False, True, True, False]):
-        give_gradients(model, seed)
         before = state(model, optimizers)
-        updating.update(optimizers, yes if skip else no)
+        give_gradients(seed, model, plain_model)
+        updating.update(optimizers, YES if skip else NO)
         if skip:
             assert equal(state(model, optimizers)[0], before[0])
             if seed:  # at the very first step the kernels may make their zeros
                 assert equal(state(model, optimizers)[1], before[1])
         else:
-            give_gradients(plain_model, seed)
-            updating.update(plain_optimizers, no)
+            updating.update(plain_optimizers, NO)
             assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"])
 def test_a_factor_on_the_update_is_one_on_the_gradients(name):
     """Within the rounding of 1 / factor, of the division by it, and of a multiplication: three
     units a gradient, six of a step of lr, and one of the parameter, in each of four steps."""
     (model, optimizers), (want, want_optimizers) = made(name), made(name)
-    factor, no = torch.tensor(0.3), torch.tensor(False)
+    factor = torch.tensor(0.3)
     for seed in range(4):
-        give_gradients(model, seed)
-        give_gradients(want, seed)
+        give_gradients(seed, model, want)
         takes = all(map(updating.takes_factor, optimizers))
         assert takes or (name == "sgd" and seed == 0)  # which makes its momentum first
         for p in [*want.parameters(), *([] if takes else model.parameters())]:
             p.grad.mul_(factor)
-        updating.update(optimizers, no, factor if takes else None)
-        updating.update(want_optimizers, no)
+        updating.update(optimizers, NO, factor if takes else None)
+        updating.update(want_optimizers, NO)
         for p, w in zip(model.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(p.grad, w.grad, rtol=3 * 2**-24, atol=0)
             torch.testing.assert_close(p, w, rtol=4 * 2**-24, atol=4 * 6 * 0.1 * 2**-24)
 
 
 def test_what_looks_at_gradients_gets_them_clipped():
-    assert not any(map(updating.takes_factor, made("muon")[1][:1]))
-    [adamw] = made("adamw")[1]
+    model, [adamw] = made("adamw")
+    assert not updating.takes_factor(made("muon")[1][0])
+    assert not updating.takes_factor(made("sgd")[1][0])  # the first time
+    assert not updating.takes_factor(torch.optim.AdamW(model.parameters(), fused=True))
     assert updating.takes_factor(adamw)
     adamw.register_step_pre_hook(lambda *_: None)
     assert not updating.takes_factor(adamw)
-    model, _ = made("plain")
-    assert not updating.takes_factor(torch.optim.AdamW(model.parameters(), fused=True))
 
 
 def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
@@ -116,20 +114,31 @@ def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 9, bias=False)
+
+
+class Named(Linear):
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return self.head.weight
+
+
 def test_decay_on_matrices_only_and_muon_on_hidden_ones():
-    model, (adamw,) = made("adamw")
+    """Muon gives the head to AdamW where the model names it."""
+    _, (adamw,) = made("adamw")
     assert [g["weight_decay"] for g in adamw.param_groups] == [0.1, 0.0]
-    assert all(p.ndim >= 2 for p in adamw.param_groups[0]["params"])
-    assert all(p.ndim < 2 for p in adamw.param_groups[1]["params"])
-    model, (muon, rest) = made("muon")
-    hidden = {id(p) for p in muon.param_groups[0]["params"]}
-    named = {n for n, p in model.named_parameters() if id(p) in hidden}
-    assert named == {
-        n for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")
-    }
-    assert len(hidden) + sum(len(g["params"]) for g in rest.param_groups) == len(
-        list(model.parameters())
-    )
+    assert [{p.ndim >= 2 for p in g["params"]} for g in adamw.param_groups] == [{True}, {False}]
+    model = made("muon")[0]
+    inside = [n for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")]
+    on_muon = {model: inside, Named(): ["mix.weight"], Linear(): ["mix.weight", "head.weight"]}
+    for model, names in on_muon.items():
+        on, rest = muon.muon(model, lr=0.1)
+        hidden = {id(p) for p in updating.held_by(on)}
+        assert [name for name, p in model.named_parameters() if id(p) in hidden] == names
+        assert hidden | {id(p) for p in updating.held_by(rest)} == set(map(id, model.parameters()))
 
 
 def adamw_formula(t, rate, decay, w, g, m, v):
@@ -154,72 +163,29 @@ def lion_formula(t, rate, decay, w, g, m, _):
 def test_it_is_the_formula_in_float64(build, formula, more):
     model = made("adamw")[0].double()
     optimizers = held.as_list(build(model, lr=0.01, beta1=0.8, beta2=0.9, weight_decay=0.2, **more))
-    assert updating._skips_on_device(optimizers[0])
     want = [p.detach().clone().numpy() for p in model.parameters()]
     kept = [(np.zeros_like(w), np.zeros_like(w)) for w in want]
     for t in range(1, 6):
-        generator = torch.Generator().manual_seed(t)
         rate = updating.set_rate(optimizers, 1 / t)
         assert rate == 0.01 * (1 / t)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        updating.update(optimizers, torch.tensor(False))
+        give_gradients(t, model)
+        updating.update(optimizers, NO)
+        assert optimizers[0].found_inf is not None  # the device decides, the host does not wait
         for n, p in enumerate(model.parameters()):
             decay = 0.2 if p.ndim >= 2 else 0.0
             want[n] = formula(t, rate, decay, want[n], p.grad.numpy(), *kept[n])
             np.testing.assert_allclose(p.detach().numpy(), want[n], rtol=1e-13, atol=1e-14)
 
 
-def test_the_host_waits_for_no_update_of_plain_sgd():
-    """Without momentum there is no state that a skipped first step could leave uninitialised."""
-    model, (plain,) = made("sgd without momentum")
-    give_gradients(model, 0)
-    assert updating._skips_on_device(plain)
-    updating.update([plain], torch.tensor(False))
-    assert updating._skips_on_device(plain)
-    model, (momentum,) = made("sgd")
-    assert not updating._skips_on_device(momentum)
-    give_gradients(model, 0)
-    updating.update([momentum], torch.tensor(False))
-    assert updating._skips_on_device(momentum)
-
-
-def test_muon_gives_the_head_to_adamw_where_the_model_names_it():
-    class Linear(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 9, bias=False)
-
-    class Named(Linear):
-        @property
-        def head_weight(self) -> torch.Tensor:
-            return self.head.weight
-
-    for model, on_muon in ((Named(), ["mix.weight"]), (Linear(), ["mix.weight", "head.weight"])):
-        on, _ = muon.muon(model, lr=0.1)
-        hidden = {id(p) for p in on.param_groups[0]["params"]}
-        assert [name for name, p in model.named_parameters() if id(p) in hidden] == on_muon
-
-
 def test_muon_decided_on_the_device_is_torchs_muon_to_the_bit():
     """Also after an update that it skipped, the first one among them."""
-    model, (ours, _) = made("muon")
-    torchs_model, _ = made("muon")
-    named = dict(torchs_model.named_parameters())
-    names = {id(p): name for name, p in model.named_parameters()}
+    (model, (ours, _)), (torchs_model, (same, _)) = made("muon"), made("muon")
     knobs = {k: v for k, v in ours.param_groups[0].items() if k not in ("params", "initial_lr")}
-    hidden = [named[names[id(p)]] for p in ours.param_groups[0]["params"]]
-    torchs = torch.optim.Muon(hidden, **knobs)
+    torchs = torch.optim.Muon(updating.held_by(same), **knobs)
     for number, skipped in enumerate((True, False, True, False, False)):
-        give_gradients(model, number)
-        give_gradients(torchs_model, number)
-        before = state(model, [ours])
+        give_gradients(number, model, torchs_model)
         ours.found_inf = torch.tensor(float(skipped))
         ours.step()
-        if skipped:
-            assert equal(state(model, [ours])[0], before[0])
-        else:
+        if not skipped:
             torchs.step()
-        assert all(
-            torch.equal(p, named[names[id(p)]]) for p in model.parameters() if id(p) in names
-        )
+        assert all(map(torch.equal, model.parameters(), torchs_model.parameters()))
