@@ -52,6 +52,10 @@ def probed(tmp_path, monkeypatch):
     return Probed
 
 
+NONE_FITS = r"length=12: does not fit at micro_batch_size 1: killed"
+FAULT = "steps fail, whatever the size: a fault of the model"
+
+
 @pytest.mark.parametrize(
     ("takes", "tried", "chosen"),
     [
@@ -60,12 +64,18 @@ def probed(tmp_path, monkeypatch):
         ({8: "ended by signal 9", 4: (8.1, 1.0), 2: (2, 1.0), 1: (1, 2.0)}, [8, 4, 2, 1], 2),
         ({8: KILLED, 4: KILLED, 2: (2, 1.0), 1: (1, 2.0)}, [8, 4, 2, 1], 2),
         ({8: (9, 1), 4: (9, 1), 2: "no memory", 1: (1, 2.0)}, [8, 4, 2, 1], 1),
+        ({8: "none for 8", 4: "none for 4", 2: (8.2, 1), 1: "killed"}, [8, 4, 2, 1], NONE_FITS),
+        (dict.fromkeys((8, 4, 2, 1), "a fault of the model"), [8, 4], FAULT),
     ],
 )
 def test_the_largest_that_fits_or_a_faster_one(probed, capsys, takes, tried, chosen):
     probed.takes = takes
-    config = composed(*SMALL, *AUTO)
-    batch = with_size(config).batch
+    if isinstance(chosen, str):
+        with pytest.raises(ConfigError, match=chosen):
+            with_size(composed(*SMALL, *AUTO))
+        assert probed.tried == tried
+        return
+    batch = with_size(composed(*SMALL, *AUTO)).batch
     assert (batch.micro_batch_size, batch.real_batch_size) == (chosen, 8)
     assert probed.tried == tried
     said = capsys.readouterr().err
@@ -76,20 +86,8 @@ def test_the_largest_that_fits_or_a_faster_one(probed, capsys, takes, tried, cho
     other = composed(*SMALL, *AUTO, "train.seed=5", "train.max_steps=9", "optimizer.lr=1")
     assert with_size(other).batch.micro_batch_size == chosen
     assert probed.tried == tried
-    probed.tried.clear()
     with_size(composed(*SMALL, *AUTO, "batch.sequence_length=11"))
-    assert probed.tried == tried
-
-
-def test_a_length_that_does_not_fit_is_refused_with_what_may(probed, monkeypatch):
-    probed.takes = {8: "no memory for 8", 4: "no memory for 4", 2: (8.2, 1), 1: "killed"}
-    with pytest.raises(ConfigError, match=r"length=12: does not fit at micro_batch_size 1: killed"):
-        with_size(composed(*SMALL, *AUTO))
-    assert probed.tried == [8, 4, 2, 1]
-    probed.takes = dict.fromkeys((8, 4, 2, 1), "a fault of the model")
-    with pytest.raises(ConfigError, match="steps fail, whatever the size: a fault of the model"):
-        with_size(composed(*SMALL, *AUTO))
-    assert probed.tried[4:] == [8, 4]
+    assert probed.tried == 2 * tried
 
 
 def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):

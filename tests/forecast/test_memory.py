@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from llmexp.__main__ import run
 from llmexp.checkpoint.stored import READ_BYTES
 from llmexp.config.convert import with_knobs
 from llmexp.data.window import Window
-from llmexp.forecast import dry_run, memory
+from llmexp.forecast import memory
 from llmexp.forecast.counting import Counting
-from llmexp.forecast.dry_run import KINDS, cut_of, rehearse
+from llmexp.forecast.dry_run import KINDS, Cut, cut_of, rehearse
 from llmexp.forecast.host import HostNeed, host_need, host_rows, host_ways
 from llmexp.models.initial import BLOCK
 from llmexp.optim.precision import settings_kept
@@ -85,19 +86,24 @@ EIGHT, FOUR = "batch.micro_batch_size=8", "batch.micro_batch_size=4"
 )
 def test_what_is_counted_is_what_torch_allocates(overrides):
     parts = parts_of(*overrides)
-    counted = sum(rehearse(parts, cut_of(parts), parts.precision, None).values())
-    assert counted == pytest.approx(allocated(parts), rel=0.1)
+    rehearsed = sum(rehearse(parts, cut_of(parts), parts.precision, None).values())
+    assert rehearsed == pytest.approx(allocated(parts), rel=0.1)
+
+
+def counted(*overrides: str, precision: str = "fp32", **cut: Any) -> int:
+    parts = parts_of(*overrides)
+    changed = dataclasses.replace(cut_of(parts), **cut)
+    return sum(rehearse(parts, changed, precision, None).values())
 
 
 def test_a_step_is_counted_in_which_features_hold_most():
-    """One that is measured layer by layer, whether each is or few are."""
+    """One that is measured layer by layer, whether each is or few are; also for another micro-batch
+    than the run's, where a feature keeps something for each."""
     every = "metrics.noise_scale_every=10"
-    held = [
-        sum(rehearse(parts, cut_of(parts), "fp32", None).values())
-        for more in ([], ["metrics.layers_every=7"], ["metrics.spikes=true"])
-        if (parts := parts_of(*GPT, every, *more))
-    ]
+    held = [counted(*GPT, every, *more) for more in
+            ([], ["metrics.layers_every=7"], ["metrics.spikes=true"])]  # fmt: skip
     assert held[0] < held[1] == held[2]
+    assert counted(*GPT, EIGHT, "clip.qk_limit=100", micro=4)
 
 
 @pytest.mark.fresh
@@ -117,12 +123,6 @@ def test_a_plan_of_a_cpu_is_near_the_rows(tmp_path, capfd, monkeypatch):
     planned = json.loads(capfd.readouterr().out)["memory_bytes"]["peak"]
     # benchmarks/results/memory.md; the ballast would double the rows
     assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.1)
-
-
-def test_a_plan_for_another_micro_batch_has_its_rows():
-    """Where a feature keeps something for each."""
-    parts = parts_of(*GPT, EIGHT, "clip.qk_limit=100")
-    assert sum(rehearse(parts, dataclasses.replace(cut_of(parts), micro=4), "fp32", None).values())
 
 
 SLOW = pytest.mark.slow
@@ -203,26 +203,6 @@ def test_what_is_offloaded_is_counted_on_the_host():
     assert need.stages["save"] == 10 + sent + held["none"]["parameters"] + held["none"]["moments"]
 
 
-def test_what_would_be_offloaded_is_planned_as_not_compiled(monkeypatch):
-    """So is the command that is proposed, where the run asks for compilation."""
-    rehearsed = []
-
-    def takes(parts: Parts, cut: Any, precision: str, device: Any, compiled: bool) -> Any:
-        kind = cut.parallelism.activation_checkpointing
-        rehearsed.append((kind, compiled))
-        return dict.fromkeys(KINDS, 0) | {"activations": 0 if kind == "offload" else 9 * memory.GIB}
-
-    monkeypatch.setattr(memory, "rehearse", takes)
-    parts = parts_of(*LLAMA, "batch.micro_batch_size=1")
-    parts = dataclasses.replace(parts, config=with_knobs(parts.config, train={"compile": True}))
-    there = memory.Room(device_named("h200"), "h200", memory.GIB, memory.GIB)
-    rows = dict(memory.memory_sections(memory.Forecast(parts, "bf16", there, True)))
-    way = "parallelism.activation_checkpointing=offload train.compile=false"
-    assert rows["would fit"].startswith(way)
-    assert {("none", True), ("full", True), ("offload", False)} <= set(rehearsed)
-    assert ("offload", True) not in rehearsed
-
-
 @pytest.mark.parametrize("model", [pytest.param(GPT, marks=SLOW), LLAMA])
 def test_ranks_that_share_the_tokens_share_the_activations(model):
     """Nothing in a block is whole on a rank; outside are the embedded tokens and the last ones."""
@@ -243,46 +223,44 @@ def test_ranks_that_share_the_tokens_share_the_activations(model):
     assert a_block(*four) > 1.3 * shared
 
 
-def test_a_cut_is_rehearsed_only_where_it_can_fit(monkeypatch):
-    """What is held between steps is known of the run's own cut: 12 GiB, over the ranks of FSDP."""
-    tried = []
+def test_what_would_fit_is_tried_only_where_it_can_and_as_it_would_run(monkeypatch):
+    """What is offloaded is not compiled, nor by the command that is proposed. What is held between
+    steps is known of the run's own cut: 12 GiB, over the ranks of FSDP."""
 
-    def takes(parts: Parts, cut: Any, *more: Any) -> dict[str, int]:
-        ranks = cut.layout.shard_size
-        tried.append((ranks, cut.micro, cut.parallelism.activation_checkpointing))
-        held = dict.fromkeys(("parameters", "gradients", "moments"), 4 * memory.GIB // ranks)
-        return dict.fromkeys(KINDS, 0) | held
+    def would_fit(parts: Parts, usable: float, takes: Callable[[Cut], dict[str, float]]) -> Any:
+        """What is said, and the cuts that were tried."""
+        tried = []
 
-    monkeypatch.setattr(memory, "rehearse", takes)
-    parts = parts_of(*LLAMA, EIGHT)
-    for usable, ranks in ((1.7, 8), (3.2, 4), (1.5, None)):
-        tried.clear()
+        def taken(parts: Parts, cut: Cut, precision: str, device: Any, compiled: bool) -> Any:
+            kind = cut.parallelism.activation_checkpointing
+            tried.append((cut.layout.shard_size, cut.micro, kind, compiled))
+            held = {name: gib * memory.GIB for name, gib in takes(cut).items()}
+            return dict.fromkeys(KINDS, 0) | held
+
+        monkeypatch.setattr(memory, "rehearse", taken)
         there = memory.Room(device_named("h200"), "h200", usable * memory.GIB, usable * memory.GIB)
         rows = dict(memory.memory_sections(memory.Forecast(parts, "bf16", there, True)))
+        return rows["would fit"], tried
+
+    def by_blocks(cut: Cut) -> dict[str, float]:
+        return {"activations": 9 * (cut.parallelism.activation_checkpointing != "offload")}
+
+    def between_steps(cut: Cut) -> dict[str, float]:
+        return dict.fromkeys(("parameters", "gradients", "moments"), 4 / cut.layout.shard_size)
+
+    parts = parts_of(*LLAMA, "batch.micro_batch_size=1")
+    parts = dataclasses.replace(parts, config=with_knobs(parts.config, train={"compile": True}))
+    said, tried = would_fit(parts, 1, by_blocks)
+    assert said.startswith("parallelism.activation_checkpointing=offload train.compile=false")
+    tried = {(kind, compiled) for *_, kind, compiled in tried}
+    assert {("none", True), ("full", True), ("offload", False)} <= tried
+    assert ("offload", True) not in tried
+    parts = parts_of(*LLAMA, EIGHT)
+    for usable, ranks in ((1.7, 8), (3.2, 4), (1.5, None)):
+        said, tried = would_fit(parts, usable, between_steps)
         way = f"parallelism=fsdp parallelism.nproc_per_node={ranks} (" if ranks else "nothing that"
-        assert rows["would fit"].startswith(way)
-        assert tried == [(1, 8, "none"), *([(ranks, 8, "none")] if ranks else [])]
-
-
-@pytest.mark.parametrize(
-    ("more", "passes"),
-    [([], [0, 1]), (["batch.gradient_accumulation_steps=3"], [0, 2]),
-     (["parallelism=ddp", "parallelism.nproc_per_node=2"], [1, 1]),
-     (["metrics.layers_every=1"], [1, 1])],
-)  # fmt: skip
-def test_the_step_before_the_counted_one_has_a_backward_pass_only_where_one_is_needed(
-    more, passes, monkeypatch
-):
-    taken = []
-
-    def counted(setup: Any, window: Window, *others: Any) -> Any:
-        taken.append(len(window.micro_batches))
-        return train_step(setup, window, *others)
-
-    monkeypatch.setattr(dry_run, "train_step", counted)
-    parts = parts_of(*GPT, "model.n_layers=1", *more)
-    rehearse(parts, cut_of(parts), "fp32", None)
-    assert taken == passes
+        assert said.startswith(way)
+        assert tried == [(n, 8, "none", True) for n in (1, ranks) if n]
 
 
 def test_experts_of_a_plan_are_not_gone_through_one_by_one(monkeypatch):
@@ -324,13 +302,11 @@ def test_what_would_fit_is_reported_and_fits(scratch, capsys):
     out = planned(capsys, *limited, *cut)
     assert re.search(r"fits no: [\d.]+ GiB more than the 0.002 GiB that may be used", out)
     said = out.partition("would fit ")[2].partition(" host ")[0]
-    changes = [text.rpartition(" (")[0].strip() for text in said.split(";")]
-    assert len(changes) == 2
-    assert changes[0].startswith("batch.micro_batch_size=")
-    assert changes[1].startswith("parallelism.activation_checkpointing=")
-    for change in changes:
-        kept = [] if change.startswith("batch") else cut
-        assert "fits yes" in planned(capsys, *limited, *kept, *change.split())
+    smaller, recomputed = (text.rpartition(" (")[0].strip() for text in said.split(";"))
+    assert smaller.startswith("batch.micro_batch_size=")
+    assert recomputed.startswith("parallelism.activation_checkpointing=")
+    for change in (smaller, " ".join([*cut, recomputed])):
+        assert "fits yes" in planned(capsys, *limited, *change.split())
 
 
 def test_the_largest_micro_batch_that_fits_is_reported(monkeypatch):
