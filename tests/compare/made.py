@@ -1,40 +1,34 @@
-"""Comparisons made up for the tests of the page: smooth curves with known values, no training."""
+"""Records made up for tests: smooth curves with known values, no training and no folders."""
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Column, Record, Result, Setting
+from llmexp.compare.comparing import findings, with_words
+from llmexp.compare.records import Record, Result, Setting
 from llmexp.folders.ledger import Look
 
-COLUMNS = (
-    Column("final val/loss", "Final val loss", "lower"),
-    Column("best val/loss", "Best val loss", "lower"),
-    Column("tokens_seen", "Tokens", "", 6),
-    Column("train_time", "Time (s)", "lower", 3),
-    Column("mean tokens_per_sec", "Tokens/s", "higher", 4),
-    Column("peak_memory_gib", "Peak memory (GiB)", "lower", 3),
-    Column("clip_fraction", "Clipped", "", 2),
-)
+LENGTH = 128  # tokens of a sequence
 
 
 def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
+    """A row for every ten steps; every tenth has an evaluation, and so has the last."""
     rng = np.random.default_rng(seed)
     step = np.arange(1.0, n + 1) * 10
     evaluated = (np.arange(n) % 10 == 9) | (np.arange(n) == n - 1)
     seconds = 0.05 + 0.02 * rng.random(n)
-    train = level + 3 / (1 + step / 200) + 0.05 * rng.standard_normal(n)
-    norm = np.exp(0.3 * rng.standard_normal(n)) * (1 + 30 / step)
     noise = np.where(np.arange(n) >= 5, 20 + step / 20 + rng.random(n), np.nan)
     return {
-        "step": step, "tokens_seen": step * batch * 128, "step_time": seconds, "train/loss": train,
+        "step": step, "tokens_seen": step * batch * LENGTH, "step_time": seconds,
+        "train/loss": level + 3 / (1 + step / 200) + 0.05 * rng.standard_normal(n),
         "val/loss": np.where(evaluated, level + 0.03 + 3 / (1 + step / 200), np.nan),
-        "grad_norm": norm, "lr": 1e-3 * np.minimum(step / 100, 1),
-        "tokens_per_sec": batch * 128 / seconds, "noise_scale": noise,
-        "noise_scale_low": noise * 0.7, "noise_scale_high": noise * 1.4,
+        "grad_norm": np.exp(0.3 * rng.standard_normal(n)) * (1 + 30 / step),
+        "lr": 1e-3 * np.minimum(step / 100, 1), "tokens_per_sec": batch * LENGTH / seconds,
+        "noise_scale": noise, "noise_scale_low": noise * 0.7, "noise_scale_high": noise * 1.4,
     }  # fmt: skip
 
 
@@ -49,12 +43,9 @@ def steps_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def trained(
-    setting: int,
-    seed: int,
-    loss: float,
-    looks: Sequence[Look] = (),
+    setting: int, seed: int, loss: float, looks: Sequence[Look] = (),
     min_effect: float | None = None,
-) -> Record:
+) -> Record:  # fmt: skip
     """A run of a sweep over two keys, of one step."""
     config = {"optimizer.lr": 1.0 + setting, "train.seed": seed}
     columns = {"step": 1.0, "tokens_seen": 64.0, "train/loss": loss, "val/loss": loss}
@@ -70,31 +61,31 @@ def trained(
 def record(
     name: str, values: dict[str, Any], level: float, n: int, seed: int, state: str = "finished"
 ) -> Record:
-    accumulation = values.get("batch.gradient_accumulation_steps", 1)
-    batch = 8 * accumulation
+    """A run with what its status says of clipping and of the noise scale."""
+    batch = 8 * values.get("batch.gradient_accumulation_steps", 1)
     columns = rows(n if state == "finished" else n // 2, level, batch, seed)
-    limit = values.get("clip.max_norm", 1.0)
-    limit = limit if isinstance(limit, float) else 1.0
-    table = [
-        {"limit": c, "share": min(1.0, 1 / (1 + c * c)), "coefficient": c / (1 + c)}
-        for c in (0.25, 0.5, 1, 2, 4)
-    ]
     near = f"real_batch_size={batch} is near the noise scale (31 to 66 sequences)."
+    summary = {
+        "train_time": 512.3 + 7 * seed, "mean tokens_per_sec": 183_201.3 - 911 * seed,
+        "clip_fraction": 0.31, "peak_memory_gib": 11.25 + 0.5 * (seed % 4),
+    }  # fmt: skip
     status = {
-        "state": state, "host": "node-1", "summary": {},
-        "clip": {"steps": n * 10, "share": 1 / (1 + limit), "table": table,
-                 "quantiles": {"50": 1.1, "90": 2.7, "99": 9.25}},
+        "state": state, "host": "node-1", "summary": summary,
+        "clip": {"steps": n * 10, "share": 0.5, "quantiles": {"50": 1.1, "90": 2.7, "99": 9.25},
+                 "table": [{"limit": 2, "share": 0.2}]},
         "noise": {"noise_scale": 45.2, "low": 31.0, "high": 66.0, "measurements": n,
                   "verdict": near},
     }  # fmt: skip
+    tokens = batch * LENGTH
     facts = {
         "device": "cuda", "device_name": "NVIDIA H200", "world_size": 1, "parallelism": "single",
-        "precision": "bf16", "commit": "4f1e9a0" if seed % 5 else "99be2c1",
-        "real_batch_size": batch, "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "precision": "bf16", "commit": "4f1e9a0", "real_batch_size": batch,
+        "versions": {"python": "3.11.7", "torch": "2.13.0"}, "tokens_per_step": tokens,
+        "max_steps": 10 * n, "max_tokens": 10 * n * tokens,
         "overrides": [f"{k}={v}" for k, v in values.items()],
     }  # fmt: skip
     config = {"batch.micro_batch_size": 8, "optimizer.lr": 1e-3, "clip.kind": "norm",
-              "clip.max_norm": 1.0} | values  # fmt: skip
+              "clip.max_norm": 1.0, "train.seed": 1} | values  # fmt: skip
     return Record(
         Path("/runs") / str(seed), name, Path("/runs/accumulation_x_clip"), state, config, facts,
         status, columns, steps=steps_of(columns),
@@ -104,46 +95,19 @@ def record(
 def entry(
     number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, state: str = "finished"
 ) -> Setting:
+    """The runs of a setting; each number is worse by 0.0173 than the one before."""
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()) or "a run"
     level, runs = 3.0 + 0.0173 * number, []
     for s in range(seeds):
-        own = name if seeds == 1 else f"{name},seed={s}"
-        runs.append(record(own, values, level + 0.004 * s, n, 11 * number + s, state))
-    final = level + 0.03 + 3 / (1 + n / 20)
-    figures = {
-        "final val/loss": final, "best val/loss": final - 0.001,
-        "tokens_seen": float(runs[0].columns["tokens_seen"][-1]),
-        "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number,
-        "clip_fraction": 0.31, "peak_memory_gib": 11.25 + 0.5 * (number % 4),
-    }  # fmt: skip
-    if state == "failed":
-        figures = {"tokens_seen": figures["tokens_seen"]}
-    intervals = {"final val/loss": (final - 0.006, final + 0.006)} if seeds > 1 else {}
-    return Setting(name, tuple(runs), values, figures, intervals, state)
+        loss = level + 0.004 * s + 0.001 * (number * s % 3)
+        one = record(f"{name},seed={s}", values, loss, n, 11 * number + s, state)
+        runs.append(replace(one, config=one.config | {"train.seed": s}))
+    return Setting(name, tuple(runs), values, {}, {}, state)
 
 
 def comparison(entries: list[Setting], **more: Any) -> Result:
-    """The entries in the order that they have, with what else a comparison holds; `more` replaces
-    fields."""
-    differing = tuple(dict.fromkeys(key for e in entries for key in e.values))
-    columns = tuple(c for c in COLUMNS if any(c.key in e.figures for e in entries))
-    sentences = (
-        f"Use {entries[0].name}: final val/loss 3.217, the lowest.",
-        "The next three are indistinguishable from it: they differ by less than the noise floor of "
-        "0.004.",
-    )
-    fields: dict[str, Any] = dict(
-        settings=tuple(entries), differing=differing, columns=columns, metric=COLUMNS[0],
-        align="tokens", align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
-    )  # fmt: skip
-    judged = [e for e in entries if e.state == "finished" and "final val/loss" in e.figures]
-    marks = {e: 0.0173 * i for i, e in enumerate(judged) if len(judged) > 1}
-    for e in entries:
-        e.label = e.label or e.name
-        if (size := marks.get(e)) is not None and not e.mark:
-            e.mark, e.size = ("worse", size) if size else ("best", None)
-    headline, *notes = more.pop("sentences", sentences) or ("",)
-    return Result(**fields | {"headline": headline, "notes": tuple(notes)} | more)
+    """What a comparison of all of these runs finds; `more` replaces fields."""
+    return replace(with_words(findings([r for e in entries for r in e.runs])), **more)
 
 
 def grid(*, n: int = 300, seeds: int = 1, **keys: list[Any]) -> list[Setting]:

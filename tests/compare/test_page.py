@@ -1,7 +1,7 @@
 """The page: what it holds is read from its text, what it does is done in headless Chromium."""
 
 import re
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import llmexp
 from llmexp.compare.curves import AXES, POINTS, SMOOTHED
-from llmexp.compare.inference import Difference
 from llmexp.compare.page import PLOTLY_FILE, page, write_beside
 from llmexp.compare.plots import scale
-from llmexp.compare.records import Column, Result
-from llmexp.config.labels import short_label
+from llmexp.compare.records import Result
 from llmexp.system.text import shown
 from tests.compare.made import comparison, entry, grid
 from tests.compare.pages import (
@@ -37,11 +36,7 @@ __all__ = ["browser", "show"]  # fixtures
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"
 FOUR_BY_THREE = {ACCUMULATION: [1, 2, 4, 8], CLIP: [0.5, 1.0, 2.0]}
-
-
-def labelled(made: Result) -> Result:
-    settings = tuple(replace(e, label=short_label(e.values)) for e in made.settings)
-    return replace(made, settings=settings)
+F32 = 2**-23  # a page has float32
 
 
 def written(made: Result, folder: Path) -> Path:
@@ -50,38 +45,33 @@ def written(made: Result, folder: Path) -> Path:
 
 
 def undecided() -> Result:
-    first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
-    seeds = Difference(0.0173, 0.0046 / 2.7764, df=4, seeds=3, most=3)
-    second = replace(second, mark="undecided", size=0.0173, difference=seeds)
-    third = replace(third, runs=(replace(third.runs[0], sweep=None),), mark="not comparable")
-    words = {"headline": "clip=0.5 leads.", "notes": ("Budgets differ.",), "why": ("A.",)}
-    made = comparison([replace(first, mark="lowest"), second, third], **words)
-    return made
+    """Two settings over three seeds that are near, and one of another sweep and budget."""
+    near, far = grid(n=20, seeds=3, **{CLIP: [0.5, 1.0]}), entry(2, {"clip.max_norm": 2.0}, n=10)
+    for i, noise in enumerate((0.05, -0.04, 0.01)):
+        near[1].runs[i].columns["val/loss"][:] += noise
+    far = replace(far, runs=(replace(far.runs[0], sweep=None),))
+    return comparison([*near, far])
 
 
 def failed() -> Result:
-    """The best one broke off; two stand in one cell, and a value is long."""
+    """The best one broke off, a value is long, and each pair of three keys has its map."""
     entries = grid(n=20, **{RATE: [1e-4, 0.012345678901234568], CLIP: [0.5, 1.0]})
-    broken = entry(0, entries[0].values, n=20, state="failed")
-    broken = replace(broken, figures=entries[0].figures, note="a rank was killed (SIGKILL)")
-    broken = replace(broken, runs=(replace(broken.runs[0], out="failed"),), mark="failed")
-    worse = {key: value + 1 for key, value in entries[1].figures.items()}
-    return comparison([*entries[1:], replace(entries[1], name="again", figures=worse), broken])
+    entries[0] = entry(0, entries[0].values, n=20, state="failed")
+    again = entry(7, entries[1].values | {"model.kind": "a"}, n=20)
+    return comparison([*entries, again])
 
 
 def bare() -> Result:
-    run = entry(0, {}).runs[0]
-    run = replace(run, columns={"step": np.zeros(0)}, status={}, facts={}, config={})
-    alone = replace(entry(0, {}), runs=(run,), figures={})
-    return comparison([alone], columns=(), headline="", notes=(), align_at=None)
+    run = replace(entry(0, {}).runs[0], columns={"step": np.zeros(0)}, status={}, facts={})
+    return comparison([replace(entry(0, {}), runs=(replace(run, config={}, steps={}),))])
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], Result]] = {
     "whole": lambda: comparison(grid(n=30, **FOUR_BY_THREE)[::-1], problems=("x: no run",)),
     "seeds": lambda: comparison(grid(n=20, seeds=3, **{RATE: [1e-4, 1e-3, 1e-2]},
                                      model__kind=["a", "b"])),
     "undecided": undecided, "failed": failed, "bare": bare,
-    "nothing": lambda: replace(bare(), settings=(), differing=(), problems=("x: no run",)),
+    "nothing": lambda: comparison([], problems=("x: no run",)),
 }  # fmt: skip
 
 
@@ -92,12 +82,6 @@ def test_the_text_and_the_figures_of_a_page(words, name):
     words("compare/page", Outline(html).text(), name)
     kept = {k: f for k, f in figures(html).items() if k.startswith(("over", "map"))}
     same_figures(words, f"compare/figures_{name}", kept)
-
-
-def test_each_pair_of_three_keys_has_its_map():
-    keys = {RATE: [1e-4, 1e-3], CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]}
-    names = figures(page(comparison(grid(n=20, **keys))))
-    assert sum(name.startswith("map") for name in names) == 3
 
 
 def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
@@ -118,19 +102,23 @@ def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
 
 
 def hostile() -> Result:
-    """Sixteen labels and values that are markup with a script."""
-    record = entry(0, {"clip.max_norm": 1.0}, n=30).runs[0]
+    """Labels and values that are markup with a script."""
+    entries = [
+        entry(i, {"clip.max_norm": EVIL * (i + 1), "optimizer.lr": i % 2}, n=30) for i in range(4)
+    ]
+    run = entries[0].runs[0]
     evil = replace(
-        record, name=EVIL, config=record.config | {EVIL: EVIL},
-        facts=record.facts | {"commit": EVIL, "versions": {EVIL: EVIL}},
-        status=record.status | {"host": EVIL, "noise": {"verdict": EVIL}},
+        run, name=EVIL, config=run.config | {EVIL: EVIL},
+        facts=run.facts | {"commit": EVIL, "versions": {EVIL: EVIL}},
+        status=run.status | {"host": EVIL, "noise": {"verdict": EVIL}},
     )  # fmt: skip
-    judged = dict(mark=EVIL, size=0.5, difference=Difference(0.5, 0.1, df=4, seeds=3, most=3))
-    words = dict(name=EVIL, label=EVIL, note=EVIL, state=EVIL)
-    first = replace(entry(0, {"clip.max_norm": EVIL}), runs=(evil,), **judged, **words)
-    others = [entry(i, {"clip.max_norm": EVIL * i, "optimizer.lr": i % 2}, n=30) for i in (1, 2, 3)]
-    texts = dict(problems=(EVIL,), headline=EVIL, notes=(EVIL,), why=(EVIL,))
-    return comparison([first, *others], metric=Column("final val/loss", EVIL), **texts)
+    entries[0] = replace(entries[0], runs=(evil,))
+    made = comparison(entries, problems=(EVIL,), headline=EVIL, notes=(EVIL,), why=(EVIL,))
+    first = made.settings[0]
+    first.label = first.note = first.state = first.mark = EVIL
+    made.metric = replace(made.metric, title=EVIL)
+    made.columns = tuple(made.metric if c.key == made.key else c for c in made.columns)
+    return made
 
 
 def test_what_comes_from_runs_is_text():
@@ -142,10 +130,10 @@ def test_what_comes_from_runs_is_text():
 
 
 def test_curves_keep_their_spikes_and_their_evaluations():
-    made = comparison([entry(0, {}, n=10_000)])
-    columns = made.settings[0].runs[0].columns
+    run = entry(0, {}, n=10_000).runs[0]
+    columns = run.columns
     columns["train/loss"][6_543] = 77.25
-    drawn = figures(page(made))["losses"]
+    drawn = figures(page(comparison([replace(entry(0, {}), runs=(run,))])))["losses"]
     raw, smoothed, val = drawn["data"][:3]
     y = array(raw["y"])
     assert len(y) <= POINTS
@@ -155,8 +143,7 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     steps = array(places[1][0])
     assert steps[y.argmax()] == columns["step"][6_543]
     seconds = sum(10 * t for t in columns["step_time"][: 6_543 + 1])
-    # float32: 2^-24 of its size
-    assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
+    assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=F32)
     at = int(np.flatnonzero(columns["step"] == steps[300])[0])
     reach = min(int(SMOOTHED * 10_000) // 2, at, 9_999 - at)  # the same on both sides
     around = columns["train/loss"][at - reach : at + reach + 1]
@@ -164,27 +151,24 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     evaluated = np.flatnonzero(np.isfinite(columns["val/loss"]))
     kept = np.isin(columns["step"][evaluated], array(places[1][2]))
     assert len(array(val["y"])) == kept.sum() <= POINTS
-    assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated][kept], rel=2**-23)
+    assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated][kept], rel=F32)
 
 
-def test_a_ramp_is_drawn_as_it_is_and_the_pointer_has_the_last_evaluation():
-    made = comparison(grid(n=100, **{CLIP: [0.5, 1.0]}))
+def test_a_ramp_is_drawn_as_it_is_and_a_band_spans_the_seeds():
+    """The pointer has the last evaluation."""
+    entries = grid(n=100, seeds=3, **{CLIP: [0.5, 1.0]})
     ramp = 10.0 - 0.1 * np.arange(100)
-    for one in made.settings:
-        one.runs[0].columns["train/loss"] = ramp
-    _, smoothed, *_ = figures(page(made))["losses"]["data"]
-    assert array(smoothed["y"]) == pytest.approx(ramp, rel=2**-23)  # float32
+    for run in entries[0].runs:
+        run.columns["train/loss"][:] = ramp
+    traces = figures(page(comparison(entries)))["losses"]["data"]
+    smoothed = next(t for t in traces if "customdata" in t)
+    assert array(smoothed["y"]) == pytest.approx(ramp, rel=F32)
     assert smoothed["customdata"][8] == ""  # the first evaluation is that of the tenth row
-    known = made.settings[0].runs[0].columns["val/loss"][9]
-    assert smoothed["customdata"][15] == f", val {known:.4f}"
-
-
-def test_a_band_spans_the_seeds():
-    made = comparison(grid(n=40, seeds=3, **{CLIP: [0.5, 1.0]}))
-    bands = [t for t in figures(page(made))["losses"]["data"] if t.get("fill") == "toself"]
-    band = next(t for t in bands if len(array(t["y"])) < 20)  # of the validation loss
+    seeds = np.stack([r.columns["val/loss"] for r in entries[0].runs])
+    assert smoothed["customdata"][15] == f", val {seeds[:, 9].mean():.4f}"
+    bands = [t for t in traces if t.get("fill") == "toself"]
+    band = next(t for t in bands if len(array(t["y"])) < 50)  # of the validation loss
     high, low = np.split(array(band["y"]), 2)
-    seeds = np.stack([r.columns["val/loss"] for r in made.settings[0].runs])
     seeds = seeds[:, np.isfinite(seeds[0])]
     assert high == pytest.approx(seeds.max(axis=0), rel=1e-6)
     assert low[::-1] == pytest.approx(seeds.min(axis=0), rel=1e-6)
@@ -209,8 +193,6 @@ def test_an_axis_is_logarithmic_for_rates_and_for_factors(key, values, kind):
 
 
 def test_a_search_is_drawn_in_order_and_the_fresh_seeds_behind_it(tmp_path):
-    import llmexp
-
     points = {}
     for i, offsets in enumerate(([0.3], [0.0, 0.1, 0.2], [0.2], [0.1])):
         for seed, offset in enumerate(offsets, 1):
@@ -232,11 +214,12 @@ def test_two_hundred_long_runs_are_a_page_of_some_megabytes():
     one = entry(0, {}, n=3000).runs[0]  # more rows than points that are drawn
     entries = []
     for i in range(200):
-        e = entry(i, {"optimizer.lr": 1e-4 * (i + 1)}, n=20)
         noise = 1 + 1e-3 * np.random.default_rng(i).standard_normal(3000)
         noisy = ("train/loss", "grad_norm", "step_time", "tokens_per_sec")
         columns = {k: v * noise if k in noisy else v for k, v in one.columns.items()}
-        entries.append(replace(e, runs=(replace(e.runs[0], columns=columns),)))
+        run = replace(one, path=Path(f"/r/{i}"), name=f"{i}", columns=columns,
+                      config=one.config | {"optimizer.lr": 1e-4 * (i + 1)})  # fmt: skip
+        entries.append(replace(entry(0, {}, n=1), runs=(run,)))
     html = page(comparison(entries), inline=False)
     assert len(html.encode()) < 10e6
     assert len([t for t in figures(html)["losses"]["data"] if "legendgroup" in t]) == 200 * 2
@@ -265,43 +248,23 @@ def point_at(tab: Any, x: float, y: float) -> None:
     tab.mouse.move(place["x"] + x * place["width"], place["y"] + y * place["height"])
 
 
-def test_the_table_sorts_and_the_legend_hides(show, tmp_path):
-    entries = grid(n=30, **{CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]})
-    entries[2] = entry(2, entries[2].values, n=30, state="failed")  # without a figure
-    made = labelled(comparison(entries))
+def test_the_table_sorts_the_legend_hides_and_menus_change_what_is_drawn(show, tmp_path):
+    entries = grid(n=200, **{CLIP: [0.5, 1.0], RATE: [1, 2]})
+    entries[2] = entry(2, entries[2].values, n=200, state="failed")  # without a figure
+    made = comparison(entries)
     tab = show(written(made, tmp_path))
     buttons = tab.locator(".runs th button")
     heads = buttons.all_inner_texts()
-    loss, rate = heads.index("Final val loss"), heads.index("Tokens/s")
-    known = sorted(e.figures["final val/loss"] for e in entries if "final val/loss" in e.figures)
+    loss, rate = heads.index("val loss"), heads.index("tokens/s")
+    known = sorted(s.figures["val/loss"] for s in made.settings if "val/loss" in s.figures)
     for order in (known, known[::-1]):
         buttons.nth(loss).click()
-        assert column(tab, loss) == [*(shown(f, 4) for f in order), ""]  # the unknown stays last
+        assert column(tab, loss) == [*(shown(f, 5) for f in order), ""]  # the unknown stays last
     buttons.nth(rate).focus()
     tab.keyboard.press("Enter")
     rates = [float(r.replace(",", "")) for r in column(tab, rate) if r]
     assert rates == sorted(rates)
 
-    def groups() -> set[str]:
-        return {t["group"] for t in drawn(tab) if t["visible"] is True and t["group"]}
-
-    names = [e.name for e in made.settings]
-    items = tab.locator(f"{PLOT} .legend .legendtoggle")
-    titles = tab.locator(f"{PLOT} .legend .legendtext").all_text_contents()
-    assert titles == ["★ clip=0.5 accum=1", *(e.label for e in made.settings[1:])]
-    assert groups() == set(names)
-    items.nth(2).click()
-    hidden = "p => document.querySelector(p)._fullData.some(t => t.visible === 'legendonly')"
-    tab.wait_for_function(hidden, arg=PLOT)
-    assert groups() == set(names) - {names[2]}
-    items.nth(1).dblclick()
-    tab.wait_for_timeout(600)
-    assert groups() == {names[1]}
-
-
-def test_menus_of_axis_and_range_change_what_is_drawn(show, tmp_path):
-    made = comparison(grid(n=200, **{CLIP: [0.5, 1.0]}))
-    tab = show(written(made, tmp_path))
     columns = made.settings[0].runs[0].columns
     assert np.ptp(np.diff(drawn(tab)[1]["y"])) < 0.5 * np.ptp(np.diff(drawn(tab)[0]["y"]))
     choose(tab, 0, "Steps")
@@ -315,18 +278,34 @@ def test_menus_of_axis_and_range_change_what_is_drawn(show, tmp_path):
     tab.click("text=Other curves")
     others = "figure[data-plot=others] .plot"
     choose(tab, 0, "Learning rate", others)
-    shown = next(t for t in drawn(tab, others) if t["visible"] is True)
-    assert shown["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
+    visible = next(t for t in drawn(tab, others) if t["visible"] is True)
+    assert visible["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
+
+    def groups() -> set[str]:
+        return {t["group"] for t in drawn(tab) if t["visible"] is True and t["group"]}
+
+    names = [s.name for s in made.settings]
+    items = tab.locator(f"{PLOT} .legend .legendtoggle")
+    titles = tab.locator(f"{PLOT} .legend .legendtext").all_text_contents()
+    first, *labels = (s.label for s in made.settings)
+    assert titles == [f"★ {first}", *labels]
+    assert groups() == set(names)
+    items.nth(2).click()
+    hidden = "p => document.querySelector(p)._fullData.some(t => t.visible === 'legendonly')"
+    tab.wait_for_function(hidden, arg=PLOT)
+    assert groups() == set(names) - {names[2]}
+    items.nth(1).dblclick()
+    tab.wait_for_timeout(600)
+    assert groups() == {names[1]}
 
 
 def test_the_pointer_lists_all_runs_there(show, tmp_path):
-    keys = {CLIP: [0.5, 1.0, 2.0], RATE: [1e-4, 1e-3]}
-    made = labelled(comparison(grid(n=60, **keys), align_at=500_000.0))
+    made = comparison(grid(n=60, **{CLIP: [0.5, 1.0, 2.0], RATE: [1e-4, 1e-3]}))
     tab = show(written(made, tmp_path), width=390)
     point_at(tab, 0.6, 0.4)
     tab.wait_for_selector(f"{PLOT} .hoverlayer .legendtext")
     words = tab.locator(f"{PLOT} .hoverlayer .legendtext").all_text_contents()
-    first, *others = (e.label for e in made.settings)
+    first, *others = (s.label for s in made.settings)
     assert [w.partition(" : ")[0] for w in words] == [f"★ {first}", *others]
     assert all(re.fullmatch(r".* : train \d\.\d{4}, val \d\.\d{4}", w) for w in words)
     box = tab.locator(f"{PLOT} .hoverlayer .legend").bounding_box()
@@ -344,19 +323,20 @@ def test_a_label_that_is_markup_shows_as_text_and_does_nothing(show, tmp_path):
     assert any("<img src=x" in word for word in words)
 
 
+FORTY_EIGHT = {**FOUR_BY_THREE, RATE: [1e-4, 3e-4, 1e-3, 3e-3]}
+
+
 @pytest.mark.parametrize(
     ("keys", "seeds", "scheme"),
     [
         ({}, 1, "light"),
         # several seeds have a verdict, whose title names a setting
         ({CLIP: [0.5, 1.0, 2.0], ACCUMULATION: [1, 2]}, 2, "dark"),
-        pytest.param(
-            {**FOUR_BY_THREE, RATE: [1e-4, 3e-4, 1e-3, 3e-3]}, 1, "light", marks=pytest.mark.slow
-        ),
+        pytest.param(FORTY_EIGHT, 1, "light", marks=pytest.mark.slow),
     ],
 )
 def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, tmp_path, keys, seeds, scheme):
-    made, dark = labelled(comparison(grid(n=30, seeds=seeds, **keys))), scheme == "dark"
+    made, dark = comparison(grid(n=30, seeds=seeds, **keys)), scheme == "dark"
     where = write_beside(made, tmp_path) if dark else written(made, tmp_path)
     tab = show(where, 1400, scheme)
     if not keys:  # of one run alone plotly would follow the property that the options set
@@ -373,27 +353,20 @@ def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, tmp_path, keys, 
     background = brightness("getComputedStyle(document.body).backgroundColor")
     ink = brightness("getComputedStyle(document.querySelector('.xtick text')).fill")
     assert (background < 100 and ink > 600) if dark else (background > 650 and ink < 150)
-    if dark:
-        figures_follow_the_scheme_and_paper_is_white(tab)
-        without_its_library_the_page_says_what_it_needs(tab, tmp_path)
-
-
-def figures_follow_the_scheme_and_paper_is_white(tab):
+    if not dark:
+        return
+    # figures follow the scheme, and paper is white
     colour = f"c => document.querySelector('{PLOT}')._fullLayout.font.color === c"
-    dark, light = "#e4e8ef", "#1c2330"  # --text of page.css
-    tab.wait_for_function(colour, arg=dark)
-    for media, ink in (({"media": "print"}, light), ({"media": "screen"}, dark),
-                       ({"color_scheme": "light"}, light)):  # fmt: skip
+    night, day = "#e4e8ef", "#1c2330"  # --text of page.css
+    tab.wait_for_function(colour, arg=night)
+    for media, text in (({"media": "print"}, day), ({"media": "screen"}, night),
+                        ({"color_scheme": "light"}, day)):  # fmt: skip
         tab.emulate_media(**media)
-        tab.wait_for_function(colour, arg=ink)
-
-
-def without_its_library_the_page_says_what_it_needs(tab, folder):
-    alone = folder / "alone"
-    alone.mkdir()
-    shutil.copy(folder / "compare.html", alone)
+        tab.wait_for_function(colour, arg=text)
+    # without its library the page says what it needs
+    (tmp_path / PLOTLY_FILE).unlink()
     tab = tab.context.browser.new_page()
-    tab.goto((alone / "compare.html").as_uri())
+    tab.goto(where.as_uri())
     tab.wait_for_selector("html[data-ready]")
     assert PLOTLY_FILE in tab.locator(PLOT).inner_text()
-    assert column(tab, 0)[0].startswith("clip=0.5")
+    assert column(tab, 0)[0].startswith("accum=1 clip=0.5")
