@@ -300,6 +300,7 @@ def test_terminals_without_colors_or_controls_and_one_that_hangs_up(tmp_path):
     assert not COLORED.search(without)
     dumb = on_terminal(tmp_path / "log", BAR, TERM="dumb")
     assert "\x1b" not in dumb
+    assert "/300" not in dumb
     assert screen(dumb) == ["before", *ROWS, "after"]
     more = "print('x' * 100000)"
     on_terminal(tmp_path / "log of the last", BAR + more, until="step 101/300")
