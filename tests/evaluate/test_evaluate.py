@@ -20,8 +20,9 @@ from llmexp.mesh import ranks
 from llmexp.metrics.ratio import ratio
 from llmexp.system.child import FAILED, PASSED_ON, STOP_SIGNALS, signals_held
 from llmexp.train.assembly.opening import open_run
-from tests.conftest import llmexp, train
+from tests.conftest import train
 from tests.tools import by_kernel
+from tests.train.resumed import ends
 
 END = 256  # of the tokenizer bytes
 
@@ -57,17 +58,12 @@ def evaluated(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def by_ranks(there: Path, kind: str, *words: str) -> dict:
-    ranks = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
-    done = llmexp("evaluate", *words, "--json", *ranks, cwd=there)
-    assert done.code == 0, done.err
-    return json.loads(done.out)  # printed once
-
-
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "tp"])
 def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
-    alone = evaluated(capsys, "run", "--tokens", "200")
-    shared = by_ranks(there, kind, "run", "--tokens", "200")
+    words = ["run", "--tokens", "200"]
+    two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    alone = evaluated(capsys, *words)
+    shared = json.loads(ends(there, "evaluate", *words, "--json", *two).out)  # printed once
     for one, other in zip(alone.pop("sets"), shared.pop("sets"), strict=True):
         figures = {key: value for key, value in one.items() if isinstance(value, float)}
         assert {key: other[key] for key in figures} == pytest.approx(figures, rel=1e-11)
@@ -76,63 +72,53 @@ def test_ranks_that_share_a_model_find_the_losses_of_one(there, capsys, kind):
 
 
 def test_ranks_that_share_a_model_write_the_text_of_one(there, capsys):
-    words = ["run", "--prompt", "ab", "--tokens", "12", "--temperature", "0"]
-    assert command(["sample", *words]) == 0
-    alone = capsys.readouterr().out
+    words = ["sample", "run", "--prompt", "ab", "--tokens", "12", "--temperature", "0"]
     two = ["parallelism=fsdp", "parallelism.nproc_per_node=2"]
-    done = llmexp("sample", *words, *two, cwd=there)
-    assert (done.code, done.out) == (0, alone), done.err
-    assert command(["sample", *words, "parallelism=single"]) == 0
-    assert capsys.readouterr().out == alone
+    shared = ends(there, *words, *two).out
+    for single in ([], ["parallelism=single"]):
+        assert command([*words, *single]) == 0
+        assert capsys.readouterr().out == shared
 
 
-def test_ranks_stop_with_the_command(monkeypatch):
-    """The exit code is that of the signal; ranks share the processors that the command may use,
+TERMINATED = f"os.kill(os.getppid(), {int(signal.SIGTERM)}); time.sleep(9e5)"
+ONE_STOPPED = "raise SystemExit(75 if RANK else time.sleep(9e5))"
+KILLED = "signal.signal({0}, 0) if {0} != 9 else 0; os.kill(os.getpid(), {0})"
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted", "named"),
+    [
+        (TERMINATED, 128 + signal.SIGTERM, ""),
+        (ONE_STOPPED, 75, ""),
+        *((KILLED.format(n), FAILED, f"rank 0 was ended by signal {n}") for n in (2, 3, 9)),
+    ],
+)
+def test_ranks_and_the_command_end_together(monkeypatch, capfd, code, wanted, named):
+    """A signal to the command is its exit code; 75 is that of a training with a checkpoint, and no
+    good end. The other rank would wait for ever. A killed rank is named; its number would be
+    another exit code: 2 that of a refusal. Ranks share the processors that the command may use,
     which may be fewer than the host has."""
-    threads = []
+    threads: list[str] = []
 
     def start(*words: str, env: dict[str, str], **more: object) -> subprocess.Popen:
+        program = f"import os, signal, time; RANK = {len(threads)}; {code}"
         threads.append(env["OMP_NUM_THREADS"])
-        code = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGTERM)}); time.sleep(60)"
-        return subprocess.Popen([sys.executable, "-c", code])
+        return subprocess.Popen([sys.executable, "-c", program])
 
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(ranks, "start", start)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    if wanted == 75:  # its log
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "why")
     try:
-        assert ranks.run_alike(["evaluate"], 2) == 128 + signal.SIGTERM
+        assert ranks.run_alike(["evaluate"], 2) == wanted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert threads == ["2", "2"]
-
-
-KILLED = "import os, signal; signal.signal({0}, 0) if {0} != 9 else 0; os.kill(os.getpid(), {0})"
-
-
-@pytest.mark.parametrize(
-    ("code", "wanted", "named"),
-    [
-        ("raise SystemExit(75 if RANK else time.sleep(9e5))", 75, ""),
-        *((KILLED.format(n), FAILED, f"rank 0 was ended by signal {n}") for n in (2, 3, 9)),
-    ],
-)
-def test_a_rank_that_ends_badly_ends_the_command(monkeypatch, capfd, code, wanted, named):
-    """75 is that of a training with a checkpoint, and no good end; the other rank would wait for
-    ever. A killed rank is named; its number would be another exit code: 2 that of a refusal."""
-    numbers = iter((0, 1))
-
-    def start(*words: str, **more: object) -> subprocess.Popen:
-        program = f"import time; RANK = {next(numbers)}; {code}"
-        return subprocess.Popen([sys.executable, "-c", program])
-
-    monkeypatch.setattr(ranks, "start", start)
-    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
-    if wanted == 75:  # its log
-        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "why")
-    assert ranks.run_alike(["evaluate"], 2) == wanted
     assert named in capfd.readouterr().err
 
 
@@ -151,18 +137,15 @@ def test_a_rank_lets_the_signals_in_that_were_held_at_its_start(there, monkeypat
 def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, float, float, float]:
     """Return loss, bits per byte and their standard errors, target by target in float64."""
     model = open_run(folder / "run", 4).model.double().eval()
+    # of each document: the sum of its losses, its targets, and those that are bytes
     sums: dict[int, list[float]] = {}
-    document = 0
-    documents = []  # of each id: so many ends stand before it
-    for token in ids.tolist():
-        documents.append(document)
-        document += token == END
+    documents = np.cumsum(ids == END) - (ids == END)  # so many ends stand before each id
     for first in range(0, (len(ids) - 1) // length * length, length):
         row = torch.from_numpy(ids[first : first + length + 1].astype(np.int64))
         with torch.no_grad():
             logp = torch.log_softmax(model(row[None, :-1])[0], -1)
         for place, target in enumerate(row[1:].tolist()):
-            one = sums.setdefault(documents[first + 1 + place], [0.0, 0, 0])
+            one = sums.setdefault(int(documents[first + 1 + place]), [0.0, 0, 0])
             one[0] -= float(logp[place, target])
             one[1] += 1
             one[2] += target != END

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from llmexp.__main__ import run
 from llmexp.checkpoint import saving
 from llmexp.optim.states import Traits
-from tests.conftest import TINY, Result, llmexp
+from tests.conftest import TINY, Result
 from tests.tools import exact
+from tests.train.resumed import ends
 
 BASE = [
     *TINY, "--allow=own", "data=synthetic", "data.n_tokens=3000", "train.log_every=1",
@@ -32,17 +33,11 @@ def optimizer(name: str, **more: object) -> list[str]:
 
 def failed(folder: Path, *overrides: str) -> Result:
     """A run that fails, into folder/run."""
-    done = llmexp("train", *BASE, *overrides, "hydra.run.dir=run", cwd=folder)
-    assert done.code == 3, done.err
+    done = ends(folder, "train", *BASE, *overrides, "hydra.run.dir=run", code=3)
     status = done.json("status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert all(math.isfinite(row["train/loss"]) for row in done.rows())
     return done
-
-
-def few(examples: int) -> settings:
-    checks = [HealthCheck.function_scoped_fixture]
-    return settings(max_examples=examples, suppress_health_check=checks)
 
 
 def are_finite(folder: Path) -> list[int]:
@@ -52,19 +47,17 @@ def are_finite(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step_*"))
 
 
-@few(25)
-@given(
-    value=st.sampled_from(NO_RATES) | st.floats(0, 9).map(str),
-    steps=st.integers(1, 256),
-    data=st.data(),
+@pytest.mark.parametrize(
+    ("value", "bad", "steps"),
+    [*((value, 57, 200) for value in (*NO_RATES, "0.0", "7.5")), ("nan", 0, 1), ("nan", 255, 256)],
 )
 def test_a_schedule_is_looked_at_before_a_run_begins(
-    tmp_path, monkeypatch, capsys, value, steps, data
+    tmp_path, monkeypatch, capsys, value, bad, steps
 ):
+    """At each of up to 256 updates."""
     monkeypatch.chdir(tmp_path)
-    bad = data.draw(st.integers(0, steps - 1))
-    given = [*RATE, f"+schedule.bad={bad}", f"+schedule.value='{value}'"]
-    code = run(["plan", *BASE, *given, f"train.max_steps={steps}"])
+    rate = [*RATE, f"+schedule.bad={bad}", f"+schedule.value='{value}'"]
+    code = run(["plan", *BASE, *rate, f"train.max_steps={steps}"])
     text = capsys.readouterr().err
     assert code == (2 if value in NO_RATES else 0), text
     if code:
@@ -73,7 +66,7 @@ def test_a_schedule_is_looked_at_before_a_run_begins(
         assert "own/notfinite.py:" in text
 
 
-@few(2)
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bad=st.integers(0, 5),
     value=st.sampled_from(NO_RATES),
@@ -102,8 +95,7 @@ def test_a_step_without_a_rate_is_refused_and_goes_on_when_it_is_mended(
     assert saved[-1:] == [bad // every * every][: bad // every]
     assert [row["step"] for row in done.rows()] == [*range(1, bad + 1)]
     assert all("lr" in row for row in done.rows())
-    again = llmexp("resume", "run", "hooks=[]", "--allow=own", cwd=folder)
-    assert again.code == 0, again.err
+    ends(folder, "resume", "run", "hooks=[]", "--allow=own")
     if ranks == 1:
         good = runs(*BASE[len(TINY) :], *RATE, "train.max_steps=6")
         assert exact(done) == exact(good)

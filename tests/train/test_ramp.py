@@ -18,10 +18,10 @@ from llmexp.run import Run
 from llmexp.run.budget import TokenCost, solve_budget
 from llmexp.run.stages import Begin, stage_at, stages_of, step_after
 from tests import reference
-from tests.conftest import TINY, Result, llmexp
+from tests.conftest import TINY, Result
 from tests.test_run import BASE
 from tests.tools import agree, exact, printed, same_state, weights
-from tests.train.resumed import goes_on
+from tests.train.resumed import ends, goes_on
 
 # 50 sequences of 12 tokens, 65 in all: 5 steps of 4 sequences (tokens 0, 48, ..., 192), 3 of 8
 # (240, 336, 432), 1 of 16 (528), and the 5 that are left. The epoch ends inside step 9.
@@ -74,41 +74,29 @@ def test_float64_equals_big_batches_in_one_go(made, tokens, cut):
     assert 0 < sum(norm > LIMIT for norm in want.norms) < len(want.norms)
 
 
-def test_run_json_has_the_stages(made):
+def test_a_run_records_its_stages_and_judges_by_them(made):
     told = made("2x2 fsdp").json("run.json")
     assert (told["max_steps"], told["total_sequences"], told["tail_sequences"]) == (10, 65, 5)
     assert (told["real_batch_size"], told["gradient_accumulation_steps"]) == (16, 4)
     keys = ("from_tokens", "first_step", "first_sequence", "real_batch_size", "rate")
+    keys += ("gradient_accumulation_steps",)
     found = [tuple(stage[key] for key in keys) for stage in told["stages"]]
     rate = math.sqrt(1 / 2)
-    assert found == [(0, 0, 0, 4, 0.5), (200, 5, 20, 8, rate), (500, 8, 44, 16, 1.0)]
-    assert [stage["gradient_accumulation_steps"] for stage in told["stages"]] == [1, 2, 4]
-
-
-def test_outliers_are_judged_by_steps_of_one_stage(made):
-    """The window of limits holds the steps of the stage that the next step belongs to."""
-    known = {}
-    for step in (2, 4, 6, 8, 10):
-        file = made("2x1").checkpoint(step) / "state.pt"
-        known[step] = len(torch.load(file, weights_only=True)["outliers"]["window"])
-    assert known == {2: 2, 4: 4, 6: 1, 8: 0, 10: 2}
-
-
-def test_the_noise_scale_is_held_against_the_last_stage(made):
-    seen = made("2x1").rows()[-1]["tokens_seen"]
-    text = made("2x1").json("status.json")["noise"]["verdict"]
-    share = f"{16 * seen / (65 * 12):.3g}"  # masked targets
-    assert f"real_batch_size 16 (the targets of {share} whole sequences)" in text
-
-
-def test_cuts_of_a_ramp_are_one_computation(made):
-    folders = [str(made(name).folder) for name in ("2x1", "4x1")]
-    shown = llmexp("compare", *folders, "--json", cwd=made("2x1").folder.parent)
-    found = printed("compare", shown.out)
-    assert found["batch"] == "iso-batch"
-    assert any(
-        "real_batch_size 4 to 16; only the micro-batch layout" in line for line in found["why"]
+    assert found == [(0, 0, 0, 4, 0.5, 1), (200, 5, 20, 8, rate, 2), (500, 8, 44, 16, 1.0, 4)]
+    run = made("2x1")
+    # the limits of outliers are those of steps of the stage that the next step belongs to
+    states = (
+        torch.load(run.checkpoint(n) / "state.pt", weights_only=True) for n in range(2, 11, 2)
     )
+    assert [len(state["outliers"]["window"]) for state in states] == [2, 4, 1, 0, 2]
+    text = run.json("status.json")["noise"]["verdict"]  # of the last stage, in masked targets
+    share = f"{16 * run.rows()[-1]['tokens_seen'] / (65 * 12):.3g}"
+    assert f"real_batch_size 16 (the targets of {share} whole sequences)" in text
+    folders = [str(made(name).folder) for name in ("2x1", "4x1")]
+    found = printed("compare", ends(run.folder.parent, "compare", *folders, "--json").out)
+    assert found["batch"] == "iso-batch"
+    same = "real_batch_size 4 to 16; only the micro-batch layout"
+    assert any(same in line for line in found["why"])
 
 
 def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):
@@ -117,19 +105,14 @@ def test_killed_inside_a_stage_it_goes_on_bit_for_bit(runs, tmp_path, tokens):
     more = [f"data.train_files=[{tokens}]", "batch.micro_batch_size=2", "model.dropout=0.1"]
     whole = runs.copy(tmp_path / "whole", *SETTINGS, *more)
     given = [*TINY, *SETTINGS, *more, "--allow=own", "hooks=[own.faults.act]"]
-    killed = Result(0, "", "", tmp_path / "killed")
-    died = llmexp(
-        "train", *given, "hydra.run.dir=killed", cwd=tmp_path, FAULT_PLAN="backward_end-8:kill"
-    )
-    assert died.code != 0
+    more = ["hydra.run.dir=killed"]
+    killed = ends(tmp_path, "train", *given, *more, code=3, FAULT_PLAN="backward_end-8:kill")
     assert exact(killed)
     goes_on(killed, whole, "hooks=[]")
 
     def fork(name: str, step: int, *overrides: str) -> Result:
         given = ["fork.run=whole", f"fork.step={step}", f"hydra.run.dir={name}"]
-        done = llmexp("train", *given, *overrides, cwd=tmp_path)
-        assert done.code == 0, done.err
-        return done
+        return ends(tmp_path, "train", *given, *overrides)
 
     for step in (6, 8):  # a fork inside a stage, and one where a stage begins
         made = fork(f"fork{step}", step)
@@ -209,6 +192,5 @@ def test_evaluations_and_shares_of_a_run_are_those_of_its_steps(ramp, first, eve
 
 def test_a_stage_that_the_run_does_not_reach_may_be_larger_than_the_data(tmp_path, tokens):
     words = [*TINY, "data=tokens", f"data.train_files=[{tokens}]", "batch.ramp={0: 4, 200: 1000}"]
-    never = llmexp("plan", *words, "train.max_steps=5", cwd=tmp_path)
-    assert never.code == 0, never.err
+    never = ends(tmp_path, "plan", *words, "train.max_steps=5")
     assert "the stage from 200 tokens on never begins" in never.out
