@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.compare.folding import factors
@@ -48,8 +48,10 @@ def ruled(usual: Config, rule: str, batch=(), train=(), **optimizer) -> Config:
     return with_knobs(usual, optimizer={"rule": rule} | own | opened)
 
 
-def papers(rule: str, n: float, d: float, c: float, b: float, wanted: str) -> float | None:
-    """What a paper's formula gives, B in tokens."""
+def papers(
+    rule: str, wanted: str, n: float = 1, d: float = 1, c: float = 1, b: float = 1, lr: float = 1
+) -> float | None:
+    """What a paper's formula gives, B in tokens; None: it does not speak of it."""
     tau = AT.B / (AT.lr * AT.weight_decay * AT.D)
     match rule, wanted:
         case "porian", "lr":
@@ -71,12 +73,12 @@ def papers(rule: str, n: float, d: float, c: float, b: float, wanted: str) -> fl
         case (("sqrt" | "t_epoch"), "lr"):
             return AT.lr * math.sqrt(b / AT.B)
         case "t_epoch", "weight_decay":
-            return AT.weight_decay * math.sqrt(b / AT.B) * AT.D / d
+            return AT.weight_decay * (b / AT.B) * (AT.D / d) * (AT.lr / lr)
         case "power_lines", "B":
             return AT.B * (d / AT.D) ** 0.383
-        case "power_lines", "weight_decay":  # at the rate of the reference
+        case "power_lines", "weight_decay":
             timescale = tau * ((d / n) / (AT.D / AT.N)) ** -0.527
-            return b / (AT.lr * timescale * d)
+            return b / (lr * timescale * d)
     return None
 
 
@@ -85,32 +87,47 @@ sizes = st.tuples(
 )  # fmt: skip
 
 
-@given(st.sampled_from([r for r in SCALING_RULES if r != "reference"]), sizes)
-def test_rules_are_the_formulas_of_their_papers(usual, rule, size):
+NAMES = ("lr", "weight_decay", "beta2", "B")
+
+
+@given(
+    st.sampled_from([rule for rule in SCALING_RULES if rule != "reference"]),
+    sizes,
+    st.sets(st.sampled_from(NAMES)),
+)
+def test_rules_are_the_formulas_of_their_papers_and_what_is_given_stays(usual, rule, size, names):
     """The batch is the nearest multiple of what the ranks and their micro-batches can hold."""
     n, d, micro, dp = size
     flops = 6 * n + 1000
-    kept = {"lr": AT.lr} if rule == "power_lines" else {}
-    config = ruled(usual, rule, {"micro_batch_size": micro}, {"max_tokens": d}, **kept)
-    given_batch = SCALING_RULES[rule].powers.B is None
+    by_rule = [name for name in NAMES if papers(rule, name) is not None]
+    values = {"lr": 0.0123, "weight_decay": 0.456, "beta2": 0.9}
+    asked = {*names} if "lr" in by_rule else {*names, "lr"}  # someone has to set the rate
+    kept = {key: value for key, value in values.items() if key in asked}
+    batch, given_batch = {"micro_batch_size": micro}, "B" in names or "B" not in by_rule
     if given_batch:
-        config = with_knobs(config, batch={"real_batch_size": 3 * micro * dp})
+        batch["real_batch_size"] = 3 * micro * dp
+    config = ruled(usual, rule, batch, {"max_tokens": d}, **kept)
     solved, words = solve_rule(config, dp, TokenCost(flops, n))
-    real = solved.batch.real_batch_size
-    assert real % (micro * dp) == 0
+    real, text = solved.batch.real_batch_size, words.replace(",", "")
     b = real * LENGTH
-    if not given_batch:
-        wanted = papers(rule, n, d, flops * d, b, "B")
+    if given_batch:
+        assert real == 3 * micro * dp
+    else:
+        wanted = papers(rule, "B", n, d, flops * d)
+        assert real % (micro * dp) == 0
         assert abs(b - wanted) <= LENGTH * micro * dp / 2 or real == micro * dp
-        rounded = f"rounded to {real} x {LENGTH} = {b}"
-        assert rounded in words.replace(",", "") or "is given" in words
-    for name in ("lr", "weight_decay", "beta2"):
-        expected = papers(rule, n, d, flops * d, b, name)
-        found = solved.optimizer[name]
-        if expected is None:
-            assert found == kept.get(name)  # the rule does not speak of it
+    rounded = f"rounded to {real} x {LENGTH} = {b}"
+    assert "B" not in by_rule or rounded in text or f"B {b} is given (by the rule B = " in text
+    for name, found in ((name, solved.optimizer[name]) for name in values):
+        expected = papers(rule, name, n, d, flops * d, b, solved.optimizer["lr"])
+        if name in kept:
+            assert found == kept[name]
+            assert expected is None or f"{name} {found} is given (by the rule " in words
+        elif expected is None:
+            assert found is None
         else:
             assert found == pytest.approx(expected, rel=1e-12)
+            assert f"{name} = " in words
     assert words.startswith(f"{rule} ({SCALING_RULES[rule].source}), ")
     assert solve_rule(solved, dp, TokenCost(flops, n)) == (solved, words)  # solved into itself
     cut = dataclasses.replace(solved, batch=solve_batch(solved.batch, dp))
@@ -140,28 +157,6 @@ def test_a_reference_gives_itself_at_its_own_size(usual, of_batch, of_rate, of_d
     rate = grown(of_rate) * 2**by_batch
     assert larger.optimizer["lr"] == pytest.approx(1e-3 * rate, rel=1e-9)
     assert larger.optimizer["weight_decay"] == pytest.approx(0.2 * grown(of_decay) * rate, rel=1e-9)
-
-
-@given(
-    st.sampled_from(sorted(SCALING_RULES)),
-    st.sets(st.sampled_from(["lr", "weight_decay", "beta2", "B"])),
-)
-def test_what_is_given_stays_and_is_said(usual, rule, names):
-    assume(rule != "reference")
-    values = {"lr": 0.0123, "weight_decay": 0.456, "beta2": 0.9}
-    optimizer = {k: v for k, v in values.items() if k in names or not papers(rule, 1, 1, 1, 1, k)}
-    batch = {"real_batch_size": 40} if "B" in names or SCALING_RULES[rule].powers.B is None else {}
-    config = ruled(usual, rule, batch, {"max_tokens": 10**9}, **optimizer)
-    solved, words = solve_rule(config, 1, TokenCost(10**7, 10**6))
-    for name, value in optimizer.items():
-        assert solved.optimizer[name] == value
-        if papers(rule, 1, 1, 1, 1, name):
-            assert f"{name} {value} is given (by the rule " in words
-    if "B" in names and SCALING_RULES[rule].powers.B is not None:
-        assert solved.batch.real_batch_size == 40
-        assert "B 320 is given (by the rule B = " in words
-    every = [f"{name} = " for name in ("lr", "weight_decay", "beta2", "B") if name not in names]
-    assert all(text in words for text in every if papers(rule, 1, 1, 1, 1, text[:-3]))
 
 
 def test_the_order_knows_no_circle(usual):
