@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -183,22 +182,6 @@ def test_full_disk_on_the_log_is_kept_for_the_caller(tmp_path):
     assert isinstance(console.failure, FileNotFoundError)
     console.line("three")
     assert stream.getvalue().endswith("three\n")
-
-
-def test_lines_from_another_thread_do_not_mix(tmp_path):
-    stream, log = io.StringIO(), tmp_path / "log"
-    console = Console(log, 10, stream=stream)
-    texts = [f"thread {i} " + "y" * 50 for i in range(4)]
-    threads = [
-        threading.Thread(target=lambda text=text: [console.line(text) for _ in range(200)])
-        for text in texts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for lines in (stream.getvalue().splitlines(), log.read_text().splitlines()):
-        assert sorted(lines) == sorted(texts * 200)
 
 
 # Programs with a console, whose log is their argument.
