@@ -18,7 +18,6 @@ from llmexp.metrics.meter import Meter
 from llmexp.run.stages import Begin
 from llmexp.system.fileio import Unwritable
 from llmexp.train import checkpointing, failing, worker
-from llmexp.train.checkpointing import finish_alone
 from llmexp.train.feature import Feature, Features
 from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Progress, Saving
@@ -58,34 +57,33 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 def made(*rows: dict, world_size: int = 1, path: Path = Path("run"), **counts: Any) -> Any:
     """A loop that stands at a step, without a model."""
     progress = Progress(**counts)
-    setup: Any = SimpleNamespace(
-        mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
-        features=Features(),
-    )
-    run: Any = SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0, max_steps=10)
+    mesh = SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0)
+    setup: Any = SimpleNamespace(mesh=mesh, features=Features())
+    run = SimpleNamespace(parent=None, stages=(), begin=Begin(), first_step=0, max_steps=10)
     run.tokens_at = lambda step: 96 * step
     parts: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace()), run=run)
     places: Any = path, True, Place(), Place(*rows)
-    meter = Meter(torch.device("cpu"), 96 * progress.step)
-    return Loop(parts, setup, *places, progress, meter, {}, None)
+    return Loop(parts, setup, *places, progress, timed(progress.step), {}, None)
+
+
+def timed(step: int, *since_row: Any) -> Meter:
+    return Meter(torch.device("cpu"), 96 * step, *since_row)
 
 
 def test_times_are_of_the_whole_run(monkeypatch):
     """Also of steps that another attempt made, and of those after the last row."""
     rows = [row(10), row(20, step_time=0.7)]
-    loop = made(*rows, step=23)  # of steps 21 to 23 no time is known
-    assert not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()
-    assert "train_time" not in summarise(made())
+    whole, loop, later = (made(*rows, step=step) for step in (20, 23, 24))
+    for unknown in (loop, made()):  # of steps 21 to 23 no time is known
+        assert not {"train_time", "mean tokens_per_sec"} & summarise(unknown).keys()
     # resumed between two rows: they took an earlier process 30 seconds
-    loop.meter = Meter(torch.device("cpu"), 96 * 23, 3, 30.0)
-    later = made(*rows, step=24)
-    later.meter = Meter(torch.device("cpu"), 96 * 23, 3, 30.0)
+    loop.meter, later.meter = timed(23, 3, 30.0), timed(23, 3, 30.0)
     clock = iter((10.0, 10.25))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with later.meter.stepping():
         later.meter.add(torch.tensor(96))
     monkeypatch.undo()
-    for at, steps, seconds in ((made(*rows, step=20), 20, 12), (loop, 23, 42), (later, 24, 42.25)):
+    for at, steps, seconds in ((whole, 20, 12), (loop, 23, 42), (later, 24, 42.25)):
         found = summarise(at)
         assert found["train_time"] == pytest.approx(seconds)
         assert found["mean tokens_per_sec"] == pytest.approx(96 * steps / seconds)
@@ -208,7 +206,7 @@ def test_one_rank_alone_finishes_only_a_save_that_all_have_written(tmp_path, mon
     committed = Place(full="full" in way)
     write = committed.close if way == "committing" else lambda: time.sleep(0.05)
     task = loop.writer.submit(write)
-    finish_alone(loop, Saving(2, committed.close, task, way == "committing"))
+    checkpointing.finish_alone(loop, Saving(2, committed.close, task, way == "committing"))
     lost = {"not written": "rank 1", "alone, full disk": "no room"}.get(way)
     assert committed.closed == (way != "not written")
     assert loop.saved == ([] if lost else [2])
