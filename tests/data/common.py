@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from llmexp.data.sources.corpus import corpus
+from llmexp.data.sources.text import text
+from llmexp.data.sources.tokens import tokens
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.tokenizers.bytes import byte_level
@@ -70,6 +72,19 @@ def made(folder: Path, **changes: Any) -> Corpus:
         "sequence_length": 8,
     }
     return built(corpus, **knobs | changes)
+
+
+def text_corpus(train: Any = "*.txt", val: Any = None, **changes: Any) -> Corpus:
+    """Return data=text of these files, as bytes."""
+    knobs = {"tokenizer": byte_level(), "val_ratio": 0.1, "max_tokens": None, "cache_dir": None}
+    return built(text, train_files=train, val_files=val, **knobs | {"seed": 0} | changes)
+
+
+def token_corpus(train: Any, val: Any = None, **changes: Any) -> Corpus:
+    """Return data=tokens of these files."""
+    knobs = {"dtype": None, "val_ratio": 0.1, "max_tokens": None, "cache_dir": None}
+    knobs |= {"vocab_size": 257, "sequence_length": 4}
+    return tokens(train_files=train, val_files=val, **knobs | changes)
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from llmexp.data.sampler import RankSlice, Sampler, TargetMask, eval_batches, read_windows
-from llmexp.data.sources.tokens import tokens as token_source
 from llmexp.data.stream import DataChanged
 from llmexp.models.operands import IGNORE_INDEX
 from tests.conftest import TINY, llmexp, train
+
+from .common import token_corpus
 
 LENGTH, IDS = 6, 50
 
@@ -33,21 +34,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def tokens(**changes: Any):
-    knobs = {
-        "train_files": ["a.npy", "b.npy"], "val_files": "v.npy", "dtype": None,
-        "val_ratio": 0.1, "max_tokens": None, "cache_dir": "cache", "vocab_size": IDS,
-        "sequence_length": LENGTH, "train_labels": ["a-labels.npy", "b-labels.npy"],
-        "val_labels": "v-labels.npy",
-    }  # fmt: skip
-    return token_source(**knobs | changes)
+    knobs = {"cache_dir": "cache", "vocab_size": IDS, "sequence_length": LENGTH, "val": "v.npy"}
+    labels = {"train_labels": ["a-labels.npy", "b-labels.npy"], "val_labels": "v-labels.npy"}
+    return token_corpus(["a.npy", "b.npy"], **knobs | labels | changes)
 
 
 def test_a_rank_without_rows_in_the_tail_window_has_no_targets(folder):
-    order = Sampler(tokens().train, LENGTH, 4, 25, 0)
-    whole, *ranks = (
-        [w.target_count for w in read_windows(order, RankSlice(1, rank, of), 0, 7)]
-        for rank, of in ((0, 1), (0, 4), (1, 4), (2, 4), (3, 4))
-    )
+    order, slices = Sampler(tokens().train, LENGTH, 4, 25, 0), [(0, 1), *((r, 4) for r in range(4))]
+    windows = [read_windows(order, RankSlice(1, rank, of), 0, 7) for rank, of in slices]
+    whole, *ranks = ([w.target_count for w in each] for each in windows)
     assert [sum(counts) for counts in zip(*ranks, strict=True)] == whole
     assert [counts[-1] for counts in ranks[1:]] == [0, 0, 0]
 
@@ -56,21 +51,22 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
     found = tokens()
     names = [[f"{name}{end}.npy" for name in "ab"] for end in ("", "-labels")]
     ids, labels = (np.concatenate([np.load(n).astype(int) for n in some]) for some in names)
-    order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, mask=TargetMask(document_end=3))
+    mask = TargetMask(ignore_id=7, document_end=3)
+    order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, mask=mask)
     at = 0
     for window in read_windows(order, RankSlice(2), 0, 6):
         count = 0
         for inputs, targets in window.micro_batches:
             for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
-                after = ids[at : at + LENGTH] == 3
+                after, next_ids = ids[at : at + LENGTH] == 3, ids[at + 1 : at + 1 + LENGTH]
                 assert row == ids[at : at + LENGTH].tolist()
-                hidden = after | (labels[at + 1 : at + 1 + LENGTH] == -100)
-                expected = np.where(hidden, IGNORE_INDEX, ids[at + 1 : at + 1 + LENGTH])
+                hidden = after | (labels[at + 1 : at + 1 + LENGTH] == -100) | (next_ids == 7)
+                expected = np.where(hidden, IGNORE_INDEX, next_ids)
                 assert wanted == expected.tolist()
                 count += int((~hidden).sum())
                 at += LENGTH
         assert window.target_count == count
-    held = tokens(val_files=None, val_labels=None, val_ratio=0.3)  # cut from both alike
+    held = tokens(val=None, val_labels=None, val_ratio=0.3)  # cut from both alike
     start = len(held.train)
     for corpus, there, first in ((found, np.load("v-labels.npy"), 0), (held, labels, start)):
         knobs = {"sequence_length": LENGTH, "max_sequences": 99, "mask": TargetMask()}

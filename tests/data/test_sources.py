@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,23 @@ from llmexp.data.remote import RemoteCache
 from llmexp.data.sniffing import BOM
 from llmexp.data.sources.stdlib import stdlib
 from llmexp.data.sources.synthetic import synthetic as synthetic_source
-from llmexp.data.sources.text import text as text_source
-from llmexp.data.sources.tokens import tokens as token_source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers.bytes import byte_level
 from llmexp.data.work import Source, with_kinds
 
 from .common import SHARED, all_ids, built, llm_c, megatron
+from .common import text_corpus as text
+from .common import token_corpus as tokens
 
 pytestmark = pytest.mark.usefixtures("suggestions_are_read")
 
 BYTES = byte_level()
-EVERY: dict[str, Any] = {"val_ratio": 0.1, "max_tokens": None, "cache_dir": None}
 
 
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def text(train: Any = "*.txt", val: Any = None, **changed: Any) -> Corpus:
-    knobs = {**EVERY, "tokenizer": BYTES, "seed": 0, **changed}
-    return built(text_source, train_files=train, val_files=val, **knobs)
-
-
-def tokens(train: Any, val: Any = None, **changed: Any) -> Corpus:
-    knobs = {**EVERY, "dtype": None, "vocab_size": 257, "sequence_length": 4, **changed}
-    return token_source(train_files=train, val_files=val, **knobs)
 
 
 def texts_in(stream: TokenStream | None) -> list[str]:
@@ -67,8 +55,8 @@ def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio):
     write(a=content)
     corpus = text(val_ratio=ratio)
     n = int(len(content) * (1 - ratio))
-    assert all_ids(corpus.train) == [*content[:n].encode()]
-    assert all_ids(corpus.val) == [*content[n:].encode()]
+    found = [bytes(all_ids(stream)).decode() for stream in (corpus.train, corpus.val)]
+    assert found == [content[:n], content[n:]]
     assert corpus.description == "1 document, 12.3 kB of text"
 
 
@@ -124,37 +112,25 @@ def test_many_texts_give_whole_ones_by_their_content_shuffled_by_the_seed():
     assert (sorted(texts_in(whole.train)), whole.val) == (sorted(every), None)
 
 
-def test_validation_files_keep_every_document_in_order():
-    write(a="aaa", b="bbb", v="vvv")
-    corpus = text(["b.txt", "a.txt"], "v.txt")
-    assert all_ids(corpus.train) == [*b"bbb", 256, *b"aaa"]
-    assert all_ids(corpus.val) == [*b"vvv"]
-    capped = text(["b.txt", "a.txt"], "v.txt", max_tokens=2)
-    assert (all_ids(capped.train), all_ids(capped.val)) == ([*b"bb"], [*b"vvv"])
-
-
-@pytest.mark.parametrize(
-    ("most", "train", "val"), [(2, 2, 0), (15, 14, 1), (500, 450, 50), (10_000, 900, 100)]
-)
-def test_max_tokens_is_shared_between_training_and_validation(most, train, val):
-    write(a="0123456789" * 100)
-    corpus = text(max_tokens=most)
-    assert (len(all_ids(corpus.train)), len(all_ids(corpus.val))) == (train, val)
-
-
-def test_bytes_stay_but_for_the_order_mark_and_empty_files_are_reported():
+def test_what_is_read_of_the_files(tmp_path):
+    """Files for validation keep every document in order; max_tokens is shared by both sets. Bytes
+    stay but for the order mark. The same file in both is a warning."""
     raw = b"a\tb\r\nc\rd<|endoftext|>"
-    write(a=BOM + raw + BOM, b="", c=BOM)
-    corpus = text(val_ratio=0.0)
+    write(a="aaa", b="bbb", copy="aaa", v="vvv", empty="", mark=BOM, raw=BOM + raw + BOM)
+    write(long="0123456789" * 100)
+    two = ["b.txt", "a.txt"]
+    for most, train in ((None, [*b"bbb", 256, *b"aaa"]), (2, [*b"bb"])):
+        corpus = text(two, "v.txt", max_tokens=most)
+        assert (all_ids(corpus.train), all_ids(corpus.val)) == (train, [*b"vvv"])
+        assert not corpus.warnings
+    for most, *sizes in ((2, 2, 0), (15, 14, 1), (500, 450, 50), (10_000, 900, 100)):
+        corpus = text("long.txt", max_tokens=most)
+        assert [len(all_ids(corpus.train)), len(all_ids(corpus.val))] == sizes
+    corpus = text(["raw.txt", "empty.txt", "mark.txt"], val_ratio=0.0)
     assert bytes(all_ids(corpus.train)) == raw + BOM
     assert "2 empty ones left out" in corpus.description
-
-
-def test_the_same_file_in_both_is_a_warning():
-    write(a="a" * 30, copy="a" * 30, b="b" * 30)
     (warning,) = text("a.txt", "copy.txt").warnings
     assert "1 of its 1 are" in warning
-    assert not text("a.txt", "b.txt").warnings
 
 
 def test_the_fingerprint_follows_content_and_settings_not_places():
@@ -162,13 +138,11 @@ def test_the_fingerprint_follows_content_and_settings_not_places():
         Path(folder).mkdir()
         Path(folder, "a.txt").write_text("some text" * 10)
     base = text("one/a.txt").fingerprint
-    assert text("two/a.txt").fingerprint == base
     os.utime("one/a.txt", (1, 1))
-    assert text("one/*.txt").fingerprint == base
-    assert text("one/a.txt", val_ratio=0.2).fingerprint != base
-    assert text("one/a.txt", max_tokens=50).fingerprint != base
+    assert text("two/a.txt").fingerprint == text("one/*.txt").fingerprint == base
+    others = [text("one/a.txt", **other) for other in ({"val_ratio": 0.2}, {"max_tokens": 50})]
     Path("one/a.txt").write_text("some texT" * 10)
-    assert text("one/a.txt").fingerprint != base
+    assert base not in [one.fingerprint for one in (*others, text("one/a.txt"))]
     for i in range(30):
         Path(f"two/{i}.txt").write_text("x")
     assert list(text("two/*.txt").fingerprint["train_files"]) == ["31 files"]
@@ -214,26 +188,21 @@ def test_token_files_of_all_kinds_are_one_stream():
     assert all_ids(corpus.train) == ids.tolist() * 2
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"), [(1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
-)
-def test_pairs_of_megatron(code, kind):
+def test_pairs_of_megatron():
+    """An index is found behind links: else ids of four bytes would be read as twice as many."""
     documents = [[7, 8, 9, 100], [5], [], [3] * 20]
-    index = megatron(Path("a.bin"), documents, code, kind)
-    corpus = tokens("a.bin", val_ratio=0.0, tokenizer=BYTES)
-    assert all_ids(corpus.train) == [*itertools.chain(*documents)]
-    assert "25 training tokens, 4 documents by their indexes" in corpus.description
-    assert corpus.unmarked == 3  # do not end with the end-of-text id, and one is empty
-    Path("a.idx").write_bytes(index + bytes(4))  # with modes, as of images
-    assert len(tokens("a.bin", val_ratio=0.0).train) == 25
-
-
-def test_an_index_is_found_behind_links():
-    """Else ids of four bytes would be read as twice as many."""
+    for code, kind in ((1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")):
+        index = megatron(Path("a.bin"), documents, code, kind)
+        corpus = tokens("a.bin", val_ratio=0.0, tokenizer=BYTES)
+        assert all_ids(corpus.train) == [*itertools.chain(*documents)]
+        assert "25 training tokens, 4 documents by their indexes" in corpus.description
+        assert corpus.unmarked == 3  # do not end with the end-of-text id, and one is empty
+        Path("a.idx").write_bytes(index + bytes(4))  # with modes, as of images
+        assert len(tokens("a.bin", val_ratio=0.0).train) == 25
     Path("disk").mkdir()
-    megatron(Path("disk/a.bin"), [[7, 8, 9, 100], [3] * 20], 4, "<i4")
+    megatron(Path("disk/a.bin"), documents, 4, "<i4")
     os.symlink("disk/a.bin", "far.bin")
-    assert all_ids(tokens("far.bin", val_ratio=0.0).train) == [7, 8, 9, 100, *[3] * 20]
+    assert all_ids(tokens("far.bin", val_ratio=0.0).train) == [*itertools.chain(*documents)]
     os.symlink("disk/a.bin", "near.bin")
     os.symlink("disk/gone.idx", "near.idx")
     with pytest.raises(ValueError, match=r"near\.bin: .*No such file"):
@@ -276,16 +245,16 @@ def test_flat_ids_are_read_as_what_they_are_or_refused(
 
 @pytest.mark.parametrize(("position", "bad"), [(0, 257), (50, -1), (99, 60_000)])
 def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position, bad, monkeypatch):
+    """A refusal is not remembered as a pass, nor a pass for another vocabulary."""
     monkeypatch.setattr("llmexp.data.cache.time.time_ns", lambda: 2**62)  # the files are old
     good = np.zeros(100, np.int32)
     np.save("a.npy", good)
     np.save("b.npy", np.where(np.arange(100) == position, bad, good))
-    for files in ((["a.npy", "b.npy"], None), ("a.npy", "b.npy")):
-        for _ in range(2):  # a refusal is not remembered as a pass
-            with pytest.raises(ValueError, match=rf"b\.npy: token id {bad} at .* {position} "):
-                tokens(*files)
+    for files in 2 * ((["a.npy", "b.npy"], None), ("a.npy", "b.npy")):
+        with pytest.raises(ValueError, match=rf"b\.npy: token id {bad} at .* {position} "):
+            tokens(*files)
     tokens("a.npy")
-    with pytest.raises(ValueError, match=r"a\.npy: token id 0 "):  # good was another vocabulary
+    with pytest.raises(ValueError, match=r"a\.npy: token id 0 "):
         tokens("a.npy", vocab_size=0)
 
 
@@ -318,21 +287,21 @@ def test_the_copy_task_repeats_every_block():
     assert f"{math.log(20) / 2:.3f} nats" in corpus.description
 
 
-@pytest.mark.parametrize("pattern", ["markov", "copy"])
 @pytest.mark.parametrize("n_ids", [5, None])
-def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(pattern, n_ids):
-    first, again, other = (
-        synthetic(pattern=pattern, n_tokens=999, n_ids=n_ids, seed=seed) for seed in (1, 1, 2)
-    )
-    ids = all_ids(first.train) + all_ids(first.val)
-    assert len(ids) == 999
-    assert 0 <= min(ids) <= max(ids) < (n_ids or 257)
-    assert all_ids(again.train) == all_ids(first.train) != all_ids(other.train)
-    assert first.fingerprint == again.fingerprint != other.fingerprint
+def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(n_ids):
+    for pattern in ("markov", "copy"):
+        knobs = {"pattern": pattern, "n_tokens": 999, "n_ids": n_ids}
+        first, again, other = (synthetic(**knobs, seed=seed) for seed in (1, 1, 2))
+        ids = all_ids(first.train) + all_ids(first.val)
+        assert len(ids) == 999
+        assert 0 <= min(ids) <= max(ids) < (n_ids or 257)
+        assert all_ids(again.train) == all_ids(first.train) != all_ids(other.train)
+        assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
 def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
-    knobs = EVERY | {"tokenizer": BYTES, "max_tokens": 50_000, "seed": 0}
+    knobs = {"tokenizer": BYTES, "val_ratio": 0.1, "max_tokens": 50_000, "seed": 0}
+    knobs["cache_dir"] = None
     corpus, again = built(stdlib, **knobs), built(stdlib, **knobs)
     assert (len(corpus.train), len(all_ids(corpus.val))) == (45_000, 5_000)
     assert "import " in BYTES.decode(all_ids(corpus.train))
@@ -340,18 +309,3 @@ def test_the_standard_library_is_real_text(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         built(stdlib, **knobs)
-
-
-def test_more_token_files_than_may_be_open_by_default(monkeypatch):
-    """Each is a map, which keeps its file open."""
-    for i in range(300):
-        np.save(f"{i:03}.npy", np.arange(20, dtype=np.uint16))
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    try:
-        assert len(tokens("*.npy").train) == 5400
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 350))
-        with pytest.raises(ValueError, match="300 token files are more than this process may open"):
-            tokens("*.npy")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -12,14 +12,13 @@ import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.data.sampler import RankSlice, TargetMask, eval_batches
-from llmexp.data.sources.text import text as text_source
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.data.tokenizers.files import from_file
 from tests.conftest import train
 
-from .common import built, json_lines, sentencepieces, wordpieces
+from .common import json_lines, sentencepieces, text_corpus, wordpieces
 from .common import made as made_of
 
 library = pytest.importorskip("tokenizers")
@@ -114,28 +113,19 @@ def test_the_bytes_of_each_document(made, tmp_path):
     last = (len(stream) - 1) // 7 * 7 + 1
     each = found.at(stream, np.array([-1]), ids[None])[0]
     assert seen[1:last] == pytest.approx(each[1:last])
+    # Of text files, and of a text that a limit of tokens cut: whole documents are exact.
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text * 3)
+    sizes = np.array([len(text.encode()) * 3 for text in TEXTS])
+    for most in (None, 40):
+        knobs = {"val_ratio": 0.0, "max_tokens": most, "cache_dir": f"{tmp_path}/cache"}
+        cut = text_corpus(f"{tmp_path}/?.txt", tokenizer=tokenizer, **knobs)
+        *whole, _ = by_document(found, cut.train, end)  # the end of the last one is not there
+        assert all(abs(sizes - size).min() < 1e-9 for size in whole)
+        assert len(whole) == len(TEXTS) - 1 or most
 
 
-@pytest.mark.parametrize("most", [None, 40])
-def test_the_bytes_of_text_files(made, tmp_path, most):
-    """And of a text that a limit of tokens cut: whole documents are exact."""
-    _, tokenizer = made
-    names = [tmp_path / f"{number}.txt" for number in range(len(TEXTS))]
-    for path, text in zip(names, TEXTS, strict=True):
-        path.write_text(text * 3)
-    found = built(
-        text_source, tokenizer=tokenizer, train_files=list(map(str, names)), val_files=None,
-        val_ratio=0.0, max_tokens=most, seed=0, cache_dir=f"{tmp_path}/cache",
-    )  # fmt: skip
-    end = tokenizer.eot_token
-    bytes_n = by_document(TextBytes(tokenizer, True, None), found.train, end)
-    sizes = {len(text.encode()) * 3 for text in TEXTS}
-    whole = bytes_n[:-1]  # the end of the last one is not in the stream
-    assert all(min(abs(size - one) for size in sizes) < 1e-9 for one in whole)
-    assert len(whole) == len(TEXTS) - 1 or most
-
-
-@pytest.mark.parametrize("made", ["unigram", "llama"], indirect=True)
+@pytest.mark.parametrize("made", ["unigram"], indirect=True)
 def test_rows_and_evaluate_have_bits_per_byte(made, tmp_path, monkeypatch, capsys):
     path, tokenizer = made
     stream = held_out(tmp_path, tokenizer)
