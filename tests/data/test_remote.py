@@ -49,10 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         body, code, place = self.server.content, 200, None
         found = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if found and self.server.ranges:
-            code = 206
-            last = min(int(found[2] or len(body)), len(body) - 1)
-            place = f"bytes {found[1]}-{last}/{len(body)}"
-            body = body[int(found[1]) : last + 1]
+            first, last = int(found[1]), min(int(found[2] or len(body)), len(body) - 1)
+            code, place = 206, f"bytes {first}-{last}/{len(body)}"
+            body = body[first : last + 1]
         self.send_response(code)
         headers = {"Content-Length": len(body), "ETag": self.server.mark, "Content-Range": place}
         headers["Accept-Ranges"] = "bytes" if self.server.ranges else None
@@ -94,18 +93,34 @@ def corpus_of(folder: Path, address: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_web_server_is_read_like_a_file_and_asked_once(tmp_path, ranges):
+def test_a_web_server_is_read_like_a_file_and_asked_once(tmp_path, monkeypatch, ranges):
+    """A changed file is seen when it is asked for. Without a network what is prepared trains, and
+    another source needs no answer of the first."""
     with serving(plain(tmp_path)) as (server, address):
         server.ranges = ranges
         first = corpus_of(tmp_path, address)
         here = made(tmp_path, sources={"web": {"files": f"{tmp_path}/web.jsonl"}})
         assert all_ids(first.train) == all_ids(here.train)
+        assert "as they were" not in first.description
+        server.content, server.mark = plain(tmp_path, 81), "two"
         asked = server.requests
         again = corpus_of(tmp_path, address)
         assert server.requests == asked  # nothing is asked where shards are there
-        assert again.fingerprint == first.fingerprint
+        assert (all_ids(again.train), again.fingerprint) == (all_ids(here.train), first.fingerprint)
         assert re.search(r"buckets and hub as they were on \d{4}-", again.description)
-        assert "as they were" not in first.description
+        new = corpus_of(tmp_path, address, ask_again=True)
+        assert len(new.train) > len(first.train)
+        assert all_ids(corpus_of(tmp_path, address).train) == all_ids(new.train)
+    monkeypatch.setattr(remote, "ANSWER_S", 2.0)
+    assert all_ids(corpus_of(tmp_path, address).train) == all_ids(new.train)
+    checked = corpus_of(tmp_path, address, ask_again=True)
+    assert all_ids(checked.train) == all_ids(new.train)
+    assert re.search(r"not asked now: .*cannot be read", checked.description)
+    with pytest.raises(ValueError, match=r"data\.sources\.web\.files=http.*cannot be read"):
+        corpus_of(tmp_path, address, cache_dir=f"{tmp_path}/other")
+    both = {"web": {"files": address}, "val": {"files": f"{tmp_path}/other.jsonl"}}
+    json_lines(tmp_path / "other.jsonl", texts_of("other", 20))
+    assert set(made(tmp_path, sources=both).mixed.tokens) == {"web", "val"}
 
 
 def test_a_change_is_found_where_a_server_has_no_marks_of_it(tmp_path):
@@ -125,51 +140,28 @@ def test_a_change_is_found_where_a_server_has_no_marks_of_it(tmp_path):
             assert b"bew" in bytes(i % 256 for i in all_ids(new.train))
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-def test_a_large_file_of_a_web_server(tmp_path, ranges):
+def test_a_large_file_of_a_web_server(tmp_path):
     """Larger than any buffer: text is one stream, Parquet needs a server that sends parts."""
     texts = [f"{n} " + "many words " * 60 for n in range(8000)]
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    assert len(content) > 2 * remote.AHEAD_BYTES
-    with serving(content) as (server, address):
-        server.ranges = ranges
-        read = read_documents("data.sources.web.files", address, "text", False, Counts())
-        assert ["".join(document.pieces) for document in read] == texts
-        table = pyarrow.table({"text": [text + str(hash(text)) for text in texts]})
-        parquet.write_table(table, tmp_path / "a.parquet", compression="none")
-        server.content = (tmp_path / "a.parquet").read_bytes()
-        read = read_documents("data.sources.web.files", address, "text", False, Counts())
-        if ranges:
-            assert ["".join(one.pieces) for one in read] == table["text"].to_pylist()
-        else:
-            with pytest.raises(ValueError, match="range requests"):
-                list(read)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    assert len(lines) > 2 * remote.AHEAD_BYTES
+    table = pyarrow.table({"text": [text + str(hash(text)) for text in texts]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="none")
+    of_table = (tmp_path / "a.parquet").read_bytes()
+    with serving(lines) as (server, address):
 
+        def read() -> list[str]:
+            found = read_documents("data.sources.web.files", address, "text", False, Counts())
+            return ["".join(document.pieces) for document in found]
 
-def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
-    """And another source needs no answer of the first."""
-    monkeypatch.setattr(remote, "ANSWER_S", 2.0)
-    with serving(plain(tmp_path)) as (_, address):
-        first = corpus_of(tmp_path, address)
-    assert all_ids(corpus_of(tmp_path, address).train) == all_ids(first.train)
-    checked = corpus_of(tmp_path, address, ask_again=True)
-    assert all_ids(checked.train) == all_ids(first.train)
-    assert re.search(r"not asked now: .*cannot be read", checked.description)
-    with pytest.raises(ValueError, match=r"data\.sources\.web\.files=http.*cannot be read"):
-        corpus_of(tmp_path, address, cache_dir=f"{tmp_path}/other")
-    both = {"web": {"files": address}, "val": {"files": f"{tmp_path}/other.jsonl"}}
-    json_lines(tmp_path / "other.jsonl", texts_of("other", 20))
-    assert set(made(tmp_path, sources=both).mixed.tokens) == {"web", "val"}
-
-
-def test_a_changed_file_is_seen_when_it_is_asked_for(tmp_path):
-    with serving(plain(tmp_path)) as (server, address):
-        first = corpus_of(tmp_path, address)
-        server.content, server.mark = plain(tmp_path, 81), "two"
-        assert all_ids(corpus_of(tmp_path, address).train) == all_ids(first.train)
-        new = corpus_of(tmp_path, address, ask_again=True)
-        assert len(new.train) > len(first.train)
-        assert all_ids(corpus_of(tmp_path, address).train) == all_ids(new.train)
+        assert read() == texts
+        server.content = of_table
+        assert read() == table["text"].to_pylist()
+        server.ranges = False
+        with pytest.raises(ValueError, match="range requests"):
+            read()
+        server.content = lines
+        assert read() == texts
 
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
@@ -186,14 +178,14 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypat
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 
-@pytest.mark.parametrize("silent_after", [0, 100])
-def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch, silent_after):
-    monkeypatch.setattr(remote, "ANSWER_S", 1.0)
-    with serving(plain(tmp_path)) as (server, address):
-        server.silent_after = silent_after
-        with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer in time"):
-            list(read_documents("data.sources.web.files", address, "text", False, Counts()))
+def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch):
     assert remote.ANSWER_S <= 10
+    monkeypatch.setattr(remote, "ANSWER_S", 1.0)
+    for silent_after in (0, 100):
+        with serving(plain(tmp_path)) as (server, address):
+            server.silent_after = silent_after
+            with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer in time"):
+                list(read_documents("data.sources.web.files", address, "text", False, Counts()))
 
 
 def test_buckets_in_memory_and_globs(tmp_path):
