@@ -2,12 +2,12 @@
 the command line; tests/refusals/hf.yaml has what is refused."""
 
 import ast
+import io
 import json
 import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -25,7 +25,7 @@ from llmexp.folders import rundir
 from llmexp.hf.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
 from llmexp.train.assembly.assemble import assemble
-from tests.conftest import PATHS, ROOT, TINY, Result, environment, llmexp, start, train
+from tests.conftest import PATHS, ROOT, TINY, Result, llmexp, start, train
 from tests.tools import amend, composed, run_here, same_state, wait_for, weights
 
 DATA = ["data=synthetic", "data.n_tokens=5000"]
@@ -184,19 +184,17 @@ def test_the_dropout_of_a_folder_applies_and_is_named(hf, tmp_path, capsys):
     assert all(module.training for module in HuggingFace(str(folder)).modules())
 
 
-def test_code_of_a_folder_is_never_run(tmp_path):
+def test_code_of_a_folder_is_never_run(tmp_path, monkeypatch, capfd):
+    """Nor does anyone ask whether to: there is no prompt beside the answer."""
     folder, mark = tmp_path / "own", tmp_path / "ran"
     folder.mkdir()
     (folder / "modeling_own.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
     config = {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.Config"}}
     (folder / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "llmexp", "plan", "model=hf", f"model.path={folder}", "--json"],
-        cwd=tmp_path, env=environment(PYTHONPATH=PATHS), input="y\n", text=True,
-        capture_output=True,
-    )  # fmt: skip
-    assert (done.returncode, list(json.loads(done.stdout))) == (2, ["error"])  # no prompt beside it
-    assert "auto_map: {'AutoConfig': 'modeling_own.Config'}" in done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    done = run_here(capfd, "plan", "model=hf", f"model.path={folder}", "--json")
+    assert (done.code, list(json.loads(done.out))) == (2, ["error"])
+    assert "auto_map: {'AutoConfig': 'modeling_own.Config'}" in done.err
     assert not mark.exists()
 
 

@@ -100,16 +100,6 @@ def test_ids_are_the_same_in_the_library_and_beside_every_family(kind, tmp_path)
         return
     transformers = pytest.importorskip("transformers")
     kinds = dict.fromkeys(family.model_type for family in FAMILIES)
-    assert set(kinds) == {
-        "gpt2",
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "olmo2",
-        "olmoe",
-        "qwen3_moe",
-    }
     for family in ("gpt2", "qwen2") if "published" in kind else kinds:  # a large one takes seconds
         for file, content in tokenizer_files(tokenizer, None, family).items():
             (tmp_path / file).write_text(str(content))
