@@ -2,11 +2,13 @@
 
 import itertools
 
+import pytest
 import torch
 
 from tests.conftest import llmexp
 from tests.tiny import TINY
-from tests.tools import exact, weights
+from tests.tools import weights
+from tests.train.resumed import goes_on
 
 RUN = [
     "data=synthetic", "data.n_tokens=5000", "train.max_steps=6", "train.log_every=1",
@@ -16,7 +18,7 @@ RUN = [
 COSINE = "hooks=[own.features.Cosine]"
 
 
-def test_its_figure_is_that_of_the_checkpoints(runs):
+def test_its_figure_is_that_of_the_checkpoints_and_its_state_is_in_them(runs, tmp_path):
     run = runs(*RUN, COSINE)
     flat = [torch.cat([t.flatten() for t in weights(run, step).values()]) for step in range(7)]
     updates = [after - before for before, after in itertools.pairwise(flat)]
@@ -26,13 +28,7 @@ def test_its_figure_is_that_of_the_checkpoints(runs):
         want = float(one @ other / (one.norm() * other.norm()))
         # fp64 sums of a thousand products of rounded differences
         torch.testing.assert_close(row["mine/cosine"], want, rtol=1e-9, atol=1e-9)
-
-
-def test_its_state_is_in_checkpoints_and_its_knobs_are_set(runs, tmp_path):
-    whole, cut = runs(*RUN, COSINE), runs.copy(tmp_path / "cut", *RUN, COSINE, step=3)
-    resumed = llmexp("resume", "cut", "--allow", "own", cwd=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert exact(cut) == exact(whole)
+    goes_on(runs.copy(tmp_path / "cut", *RUN, COSINE, step=3), run, "--allow", "own")
     every = runs(*RUN, "hooks=[{_target_:own.features.Cosine,every:3}]")
     assert [row["step"] for row in every.rows() if "mine/cosine" in row] == [3, 6]
 
@@ -55,25 +51,34 @@ def test_it_starts_over_where_it_was_off(runs, tmp_path):
 
 def test_its_name_may_be_that_of_another_part_of_a_checkpoint(runs, tmp_path):
     hooks = "hooks=[own.features.Progress,own.features.Layers2]"
-    whole, cut = runs(*RUN, hooks), runs.copy(tmp_path / "cut", *RUN, hooks, step=3)
-    names = {file.stem for file in (cut.folder / "checkpoints" / "step_00000003").iterdir()}
+    cut = runs.copy(tmp_path / "cut", *RUN, hooks, step=3)
+    names = {file.stem for file in cut.checkpoint(3).iterdir()}
     assert {"own_progress", "own_layers2"} < names
-    resumed = llmexp("resume", "cut", "--allow", "own", cwd=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert exact(cut) == exact(whole)
+    goes_on(cut, runs(*RUN, hooks), "--allow", "own")
 
 
-def test_a_class_that_cannot_be_used_is_refused(tmp_path):
-    twice = "own.features.Cosine,{_target_:own.features.Cosine,every:3}"
-    for entry, says in (
-        (twice, "hooks=own.features.Cosine: has the name own_cosine in checkpoints, which another"),
-        ("own.features.Spaced", "has the name own_my feature in checkpoints, which no file can"),
-        ("own.features.NoFeature", "hooks=own.features.NoFeature: is a class, and no feature"),
-        ("{_target_:own.features.Cosine,evry:3}", "evry"),
-    ):
-        refused = llmexp("train", *TINY, *RUN, f"hooks=[{entry}]", "hydra.run.dir=r", cwd=tmp_path)
-        assert (refused.code, says in refused.err) == (2, True), refused.err
-    assert not (tmp_path / "r").exists()
+TWICE = "own.features.Cosine,{_target_:own.features.Cosine,every:3}"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "code", "says"),
+    [
+        (TWICE, 2, "Cosine: has the name own_cosine in checkpoints, which another"),
+        ("own.features.Spaced", 2, "has the name own_my feature in checkpoints, which no file can"),
+        ("own.features.NoFeature", 2, "hooks=own.features.NoFeature: is a class, and no feature"),
+        ("{_target_:own.features.Cosine,evry:3}", 2, "evry"),
+        # a figure that the row has ends the run
+        (
+            "own.features.Rate",
+            3,
+            "returned lr, which the row of step 1 has already; choose another",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(tmp_path, hooks, code, says):
+    run = llmexp("train", *TINY, *RUN, f"hooks=[{hooks}]", "hydra.run.dir=r", cwd=tmp_path)
+    assert (run.code, says in run.err) == (code, True), run.err
+    assert (tmp_path / "r").exists() == (code == 3)
 
 
 def test_a_plan_does_not_run_it(tmp_path):
@@ -84,10 +89,3 @@ def test_a_plan_does_not_run_it(tmp_path):
     assert [plan.code for plan in plans] == [0, 0], plans[1].err
     memory = [[x for x in plan.out.splitlines() if x.startswith("memory")] for plan in plans]
     assert memory[0] == memory[1] != []
-
-
-def test_a_figure_that_the_row_has_ends_the_run(tmp_path):
-    run = ["train", *TINY, *RUN, "hooks=[own.features.Rate]", "hydra.run.dir=r"]
-    failed = llmexp(*run, cwd=tmp_path)
-    assert failed.code == 3
-    assert "Rate returned lr, which the row of step 1 has already; choose another" in failed.err

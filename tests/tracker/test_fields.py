@@ -189,10 +189,10 @@ def test_the_environment_fills_in_and_the_config_goes_before_it_with_a_line(monk
     assert unused[0] == agents
     # wandb's mode may be set for all commands of a shell, and other trackers refuse one
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for kind, more in (("none", {}), ("mlflow", {"project": "llmexp"})):
-        section = {"tracker": EMPTY | {"kind": kind}}
-        assert fill_tracker(section) == []
-        assert section["tracker"] == EMPTY | {"kind": kind} | more
+    for kind, project in (("none", None), ("mlflow", "llmexp"), ("tensorboard", "llmexp")):
+        section = {"kind": kind, **dict.fromkeys(FILLED), "tags": []}
+        tree = {"tracker": dict(section)}
+        assert (fill_tracker(tree), tree["tracker"]) == ([], section | {"project": project})
 
 
 def test_whose_run_id_it_is(tmp_path):

@@ -15,7 +15,8 @@ from llmexp.folders.rows import read_rows
 from llmexp.models.llama import Llama
 from tests.conftest import llmexp
 from tests.models.mixture import loops_in, moved, window_loss
-from tests.tools import exact, same_state, weights
+from tests.tools import weights
+from tests.train.resumed import goes_on
 
 LENGTH, STEPS, REAL, RATE, LR = 12, 10, 8, 0.01, 0.5
 END, IGNORED = 256, 10
@@ -138,6 +139,9 @@ def test_any_cut_is_the_loop(trained: Any, wanted: Any, balance: str, cut: str) 
     """The last window is short, so micro-batches are filled up and a rank has no row of its own."""
     result, want = trained(balance, cut), wanted(balance)
     rows = result.rows()
+    (line,) = [one for one in read_rows(result.folder / "layers.jsonl") if one["step"] == STEPS]
+    assert list(line["moe/load_max"]) == ["blocks.1", "blocks.2"]
+    assert max(line["moe/load_max"].values()) == rows[-1]["moe/load_max"]
     np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=1e-12)
     for row, own in zip(rows, want.rows, strict=True):
         for key, value in own.items():
@@ -148,16 +152,6 @@ def test_any_cut_is_the_loop(trained: Any, wanted: Any, balance: str, cut: str) 
         moved_by = (value - first[name]).abs().max()
         assert (found[name] - value).abs().max() <= 1e-11 * moved_by, name
         assert moved_by, name
-
-
-def test_figures_by_layer_are_in_layers(trained: Any) -> None:
-    result = trained("bias", "1x8")
-    rows = {row["step"]: row for row in result.rows()}
-    for line in read_rows(result.folder / "layers.jsonl"):
-        by_layer = line["moe/load_max"]
-        assert list(by_layer) == ["blocks.1", "blocks.2"]
-        assert max(by_layer.values()) == rows[line["step"]]["moe/load_max"]
-    assert line["step"] == STEPS
 
 
 def test_experts_of_a_model_of_ones_own_are_balanced(tmp_path: Path) -> None:
@@ -180,9 +174,5 @@ def test_experts_of_a_model_of_ones_own_are_balanced(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_to_the_same_bits(
     trained: Any, runs: Any, stream: Path, tmp_path: Path, cut: str
 ) -> None:
-    whole = trained("bias", cut)
     part = runs.copy(tmp_path / "run", *settings(stream, "bias", cut), step=5)
-    again = llmexp("resume", "run", cwd=tmp_path)
-    assert again.code == 0, again.err
-    assert exact(part) == exact(whole)
-    same_state(part.checkpoint(STEPS), whole.checkpoint(STEPS))
+    goes_on(part, trained("bias", cut))

@@ -1,9 +1,11 @@
 """The gradient noise scale on problems whose noise is known, and each layout's measurement against
 plain autograd."""
 
+import functools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +19,14 @@ from llmexp.data.window import Window
 from llmexp.features.noise.scale import DECAY, NORMAL, NoiseScale, _student
 from llmexp.features.noise.train import Noise
 from llmexp.optim import precision
+from llmexp.run import Run
+from llmexp.run.stages import BatchStage, Begin
 from llmexp.train.clipping import Rule
 from llmexp.train.step import Setup, train_step
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import weights
+from tests.train.test_end import made
 
 LENGTH, VOCABULARY, WIDTH = 8, 64, 24
 
@@ -84,13 +89,9 @@ def test_known_noise_is_found(masked, kind):
     noise, model = measure(400, 4, masked, kind=kind)
     found, truth = noise.figures(), model.noise_scale()
     assert noise.measurements == 400
-    low, high = found["noise_scale_low"], found["noise_scale_high"]
-    off = 4 / NORMAL
-    assert (
-        low - (off - 1) * (found["noise_scale"] - low)
-        < truth
-        < high + (off - 1) * (high - found["noise_scale"])
-    )
+    low, middle, high = (found[f"noise_scale{end}"] for end in ("_low", "", "_high"))
+    more = 4 / NORMAL - 1
+    assert low - more * (middle - low) < truth < high + more * (high - middle)
     # Not vacuous: 95 % of 199 measurements of this problem lie within a factor of 2.
     assert truth / 2 < low < high < truth * 2
 
@@ -119,16 +120,10 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     assert 0.95 - 0.044 - 0.01 <= hits / runs <= 0.95 + 0.044 + 0.01
 
 
-POSITIVE = st.floats(1e-3, 1e3)
+POSITIVE, SIZE = st.floats(1e-3, 1e3), st.integers(1, 50)
 
 
-@given(
-    st.lists(
-        st.tuples(POSITIVE, POSITIVE, st.integers(1, 50), st.integers(1, 50)),
-        min_size=1,
-        max_size=30,
-    )
-)
+@given(st.lists(st.tuples(POSITIVE, POSITIVE, SIZE, SIZE), min_size=1, max_size=30))
 def test_smoothing_is_that_of_the_formula(entries):
     """S and G from their definition (A.1), each smoothed with bias correction, in numpy."""
     noise = NoiseScale(LENGTH)
@@ -146,22 +141,20 @@ def test_smoothing_is_that_of_the_formula(entries):
         assert found == {}
     elif s > 1e-6 * size[1] and g > 1e-6 * size[0]:  # else what cancels decides
         assert found["noise_scale"] == pytest.approx(s / g, rel=1e-6)
-        if "noise_scale_high" in found:
-            assert (
-                0 <= found["noise_scale_low"] <= found["noise_scale"] <= found["noise_scale_high"]
-            )
+        if (high := found.get("noise_scale_high")) is not None:
+            assert 0 <= found["noise_scale_low"] <= found["noise_scale"] <= high
+    again = NoiseScale(LENGTH)  # a resume changes nothing
+    again.load_state_dict(json.loads(json.dumps(noise.state_dict())))
+    for one in (noise, again):
+        one.add(2.0, 8, 1.0, 32)
+    assert (again.state_dict(), again.figures()) == (noise.state_dict(), noise.figures())
 
 
 def test_what_cannot_be_measured_is_left_out():
-    noise = NoiseScale(LENGTH)
-    for bad in (
-        (math.inf, 8, 1, 16),
-        (1, 0, 1, 16),
-        (2, 16, 1, 16),
-        (math.nan, 8, 1, 16),
-        (2, 8, math.inf, 16),
-    ):
-        noise.add(*bad)
+    noise, inf = NoiseScale(LENGTH), math.inf
+    bad = [(inf, 8, 1, 16), (1, 0, 1, 16), (2, 16, 1, 16), (math.nan, 8, 1, 16), (2, 8, inf, 16)]
+    for one in bad:
+        noise.add(*one)
     assert noise.measurements == 0
     assert noise.figures() == {}
     noise.add(1.0, 8, 2.0, 16)  # the larger batch has the larger norm: tr(Sigma) < 0
@@ -182,8 +175,8 @@ def test_students_quantile(freedom, quantile):
     ("scale", "spread", "words"),
     [
         (100, 0.1, "is far below"), (10, 0.1, "is near the"), (1, 0.1, "is far above"),
-        (40, 0.3, "is near or far below"), (2.5, 0.3, "is near or far above"), (10, 20,
-        "not known"),
+        (40, 0.3, "is near or far below"), (2.5, 0.3, "is near or far above"),
+        (10, 20, "not known"),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_the_interval_allows(scale, spread, words):
@@ -199,37 +192,32 @@ def test_the_verdict_says_what_the_interval_allows(scale, spread, words):
     assert "(the targets of 10 whole sequences)" in masked
 
 
-def test_a_state_in_the_middle_changes_nothing():
-    first, second = NoiseScale(LENGTH), NoiseScale(LENGTH)
-    rng = np.random.default_rng(0)
-    for i, (a, b) in enumerate(rng.uniform(1, 2, (20, 2))):
-        first.add(a + 1, 8, b, 32)
-        if i == 9:
-            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        elif i > 9:
-            second.add(a + 1, 8, b, 32)
-    assert second.state_dict() == first.state_dict()
-    assert second.figures() == first.figures()
+def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale():
+    loop = made(step=4)
+    noise = Noise(SimpleNamespace(parameters=[], mesh=None), 1, 12)  # type: ignore[arg-type]
+    noise.begin(loop)
+    noise.scale.add(2.0, 12, 1.0, 48)
+    loop.features.append(noise)
+    run = SimpleNamespace(
+        ramp="0: 4, 400: 8", first_step=4, sequence_length=12, total_sequences=100,
+        begin=Begin(step=4, sequences=16, tokens=192, tokens_seen=180),
+        stages=(BatchStage(0, 4, 16, 4, 1), BatchStage(400, 9, 36, 8, 2)),
+    )  # fmt: skip
+    for name in ("stage_at", "sequences_at", "tokens_at"):
+        setattr(run, name, functools.partial(getattr(Run, name), run))
+    loop.parts.run = run
+    verdict = loop.features.by_name("status")["noise"]["verdict"]
+    assert verdict.startswith("whether real_batch_size 4 is large")
 
 
-# One step of 8 sequences with masked targets: the layout, and the rows of each of its small
-# batches.
+# One step of 8 sequences with masked targets: the layout, micro-batches a rank, and the rows of
+# each of its small batches.
 LAYOUTS = {
-    "ddp, one micro-batch a rank": (
-        ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"],
-        [range(4), range(4, 8)],
-    ),
-    "ddp": (
-        ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=2"],
-        [range(2), range(4, 6)],
-    ),
-    "fsdp": (
-        ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=2"],
-        [[0, 1, 4, 5]],
-    ),
-    "tp": (["parallelism=tp", "parallelism.nproc_per_node=2",
-    "batch.gradient_accumulation_steps=2"], [range(4)]),
-}  # fmt: skip
+    "ddp, one micro-batch a rank": ("ddp", 1, [range(4), range(4, 8)]),
+    "ddp": ("ddp", 2, [range(2), range(4, 6)]),
+    "fsdp": ("fsdp", 2, [[0, 1, 4, 5]]),
+    "tp": ("tp", 2, [range(4)]),
+}
 
 
 def square_and_targets(
@@ -253,12 +241,13 @@ def square_and_targets(
 def test_each_layout_measures_what_autograd_finds(tmp_path: Path, tokens: Path, layout: str):
     """fp64, one step: S and |G|^2 are differences of squares of like size, so 1e-12 of them becomes
     1e-9 at most."""
-    overrides, small_batches = LAYOUTS[layout]
+    parallelism, accumulation, small_batches = LAYOUTS[layout]
     result = train(
         tmp_path, "run", "data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false",
-        "data.ignore_id=10",
-        "data.val_ratio=0", "batch.real_batch_size=8", "train.max_steps=1", "precision=fp64",
-        "metrics.noise_scale_every=1", "checkpoint.save_initial=true", *overrides,
+        "data.ignore_id=10", "data.val_ratio=0", "batch.real_batch_size=8", "train.max_steps=1",
+        "precision=fp64", "metrics.noise_scale_every=1", "checkpoint.save_initial=true",
+        f"parallelism={parallelism}", "parallelism.nproc_per_node=2",
+        f"batch.gradient_accumulation_steps={accumulation}",
     )  # fmt: skip
     stream = np.load(tokens)
     found = [square_and_targets(result, stream, rows) for rows in small_batches]
@@ -271,7 +260,5 @@ def test_each_layout_measures_what_autograd_finds(tmp_path: Path, tokens: Path, 
     np.testing.assert_allclose(state[3:5], [s, g], rtol=1e-9)
     assert state[-1] == pytest.approx(count / 12, rel=1e-14)
     assert count < 8 * 12  # some are masked
-    figures = result.rows()[-1]
-    assert figures.get("noise_scale") == (
-        pytest.approx(s / g, rel=1e-8) if s > 0 and g > 0 else None
-    )
+    known = pytest.approx(s / g, rel=1e-8) if s > 0 and g > 0 else None
+    assert result.rows()[-1].get("noise_scale") == known

@@ -1,3 +1,5 @@
+"""The picture of a run: whole for whatever rows there are, and in the folder of a run that ends."""
+
 import math
 import struct
 import warnings
@@ -8,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.plot import _columns, _series, _validation, plot_losses, running_mean
+from llmexp.metrics.plot import _columns, _validation, plot_losses, running_mean
+from tests.train.test_train import SYNTHETIC
+
+
+def test_a_run_that_ends_draws_its_curves(runs):
+    result = runs(*SYNTHETIC, "metrics.picture=true")
+    assert png_size((result.folder / "loss.png").read_bytes())
+    assert [line for line in result.out.splitlines() if line.startswith("picture ")]
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -30,10 +39,7 @@ DRAWN = {
     "zero norm": (make_rows(60, grad_norm=0.0), 840),
     "zero lr": (make_rows(2, lr=0.0), 840),
     "val only": ([{"step": 5, "tokens_seen": 5000, "val/loss": 3.0}], 630),
-    "None and nan": (
-        [*make_rows(4), {"tokens_seen": 9, "val/loss": None, "train/loss": math.nan}],
-        630,
-    ),
+    "nan": ([*make_rows(4), {"tokens_seen": 9, "val/loss": None, "train/loss": math.nan}], 630),
     "one row": (make_rows(1), 630),
     "nothing finite": (make_rows(2, grad_norm=math.inf, lr=None), 630),
     "named sets": (make_rows(2, **{"val/loss": 3.0, "val/a/loss": 3.0, "val/b/loss": 4.0}), 630),
@@ -56,27 +62,14 @@ def test_a_fork_shows_the_losses_of_its_parents() -> None:
     assert own == plot_losses(rows[8:], "fork")  # the same rows are the same picture
     assert whole != own
     assert png_size(whole) == png_size(own)
+    nothing = [], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]
+    assert [plot_losses(rows, "none") for rows in nothing] == [b""] * 3
 
 
-@pytest.mark.parametrize(
-    "rows", [[], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]]
-)
-def test_nothing_to_plot_is_no_picture(rows: list[dict[str, Any]]) -> None:
-    assert plot_losses(rows, "none") == b""
-
-
-def test_series_are_ordered_by_tokens_and_finite() -> None:
-    rows = [
-        {"tokens_seen": 20, "lr": 2},
-        {"tokens_seen": 10, "lr": 1.5},
-        {"tokens_seen": 30, "lr": None},
-        {"tokens_seen": 40},
-        {"lr": 7.0},
-        {"tokens_seen": 50, "lr": math.inf},
-    ]
-    x, y = _series(_columns(rows), "lr")
-    assert x.tolist() == [10, 20]
-    assert y.tolist() == [1.5, 2]
+def test_rows_are_drawn_in_the_order_of_tokens_and_what_is_not_finite_is_left_out() -> None:
+    rows = make_rows(20, lr=1.5, grad_norm=2.0)
+    bad = [{"tokens_seen": 5000, "lr": None, "grad_norm": math.inf}, {"lr": 7.0}, {"step": 9}]
+    assert plot_losses([*bad, *rows[1::2], *rows[::2]], "x") == plot_losses(rows, "x")
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=60), st.sampled_from([1, 3, 5, 15]))

@@ -24,16 +24,9 @@ SIZES |= {"d_model": 32, "d_ff": 16}
 END = 3  # the last id of a document
 
 
-def gpt2(**more) -> nn.Module:
-    return scaled(GPT2(**SIZES, **more))
-
-
-def llama(groups: int, **more) -> nn.Module:
-    return scaled(Llama(**SIZES, n_kv_heads=groups, **more))
-
-
-def scaled(model: nn.Module) -> nn.Module:
-    """With logits of order 1, and biases."""
+def scaled(kind: type[nn.Module], **more) -> nn.Module:
+    """A model with logits of order 1, and biases."""
+    model = kind(**SIZES, **more)
     torch.manual_seed(1)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
@@ -66,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_the_largest_logit_is_over_what_is_seen_in_rows_with_targets(case, groups, monkeypatch):
-    model = llama(groups)
+    model = scaled(Llama, n_kv_heads=groups)
     for name, value in CASES[case].items():
         setattr(model, name, value)
     if case == "chunks":
@@ -109,12 +102,17 @@ def test_the_largest_logit_is_over_what_is_seen_in_rows_with_targets(case, group
 
 
 @pytest.mark.parametrize(
-    "made", [gpt2, lambda: llama(4, biases="qkv"), lambda: llama(2, biases="qkv")]
+    ("kind", "knobs"),
+    [
+        (GPT2, {}),
+        (Llama, {"n_kv_heads": 4, "biases": "qkv"}),
+        (Llama, {"n_kv_heads": 2, "biases": "qkv"}),
+    ],
 )
-def test_heads_above_the_limit_come_down_to_it_and_others_stay(made):
+def test_heads_above_the_limit_come_down_to_it_and_others_stay(kind, knobs):
     """The same window has logits of at most the limit afterwards; where no query head shares its
     keys, queries and keys of a head are scaled alike."""
-    model = made()
+    model = scaled(kind, **knobs)
     attentions = logits.attentions_of(model)
     tokens = torch.randint(24, (3, 12), generator=torch.Generator().manual_seed(5))
     watch = QkLimit(ALONE, model, 1e9, 3)
@@ -127,11 +125,12 @@ def test_heads_above_the_limit_come_down_to_it_and_others_stay(made):
     before = largest()
     tau = float(before.median())
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
-    watch = found = QkLimit(ALONE, model, tau, 3)
+    watch = QkLimit(ALONE, model, tau, 3)
     largest()
-    found.updated(WINDOW, False)
-    assert float(found.found["attention_logit_max"]) == float(before.max())
-    assert float(found.found["heads/5"]) == float((before > tau).sum()) > 0
+    watch.updated(WINDOW, False)
+    assert float(watch.found["attention_logit_max"]) == float(before.max())
+    assert float(watch.found["heads/5"]) == float((before > tau).sum()) > 0
+    now = {name: p.detach().clone() for name, p in model.named_parameters()}
     shared = attentions[0].q_proj.out_features != attentions[0].k_proj.out_features
     for i in range(len(attentions)):
         for head in range(4):
@@ -139,29 +138,27 @@ def test_heads_above_the_limit_come_down_to_it_and_others_stay(made):
             rows = slice(head * 8, head * 8 + 8)
             for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
                 name = f"blocks.{i}.attention.{part}"
-                scale = (factor if part[0] == "q" else 1.0) if shared else math.sqrt(factor)
-                wanted = old[name] if shared and part[0] == "k" else old[name][rows] * scale
-                new = dict(model.named_parameters())[name].detach()
-                new = new if shared and part[0] == "k" else new[rows]
-                torch.testing.assert_close(new, wanted, rtol=1e-14, atol=0)
-    others = [n for n in old if "q_proj" not in n and "k_proj" not in n]
-    now = dict(model.named_parameters())
+                if not (shared and part[0] == "k"):
+                    wanted = old[name][rows] * (factor if shared else math.sqrt(factor))
+                    torch.testing.assert_close(now[name][rows], wanted, rtol=1e-14, atol=0)
+    scaled_ones = ("q_proj",) if shared else ("q_proj", "k_proj")
+    others = [name for name in old if not any(part in name for part in scaled_ones)]
     assert all(torch.equal(now[name], old[name]) for name in others)
     # the first block has the same input as before, so its logits are known
     after = largest()[0]
     torch.testing.assert_close(after, before[0].clamp(max=tau), rtol=1e-12, atol=0)
-    weights = [p.detach().clone() for p in model.parameters()]
-    found.updated(WINDOW, True)  # the update of this window was skipped
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    watch.updated(WINDOW, True)  # the update of this window was skipped
+    assert all(torch.equal(now[name], p) for name, p in model.named_parameters())
 
 
 def test_a_model_without_such_heads_is_refused():
-    check_heads(gpt2(), 100.0)
-    with pytest.raises(ConfigError, match="qk_norm normalizes queries and keys"):
-        check_heads(llama(2, qk_norm="head"), 100.0)
-    with pytest.raises(ConfigError, match="no heads of attention that llmexp knows"):
-        check_heads(nn.Linear(2, 2), 100.0)
-    strange = gpt2()
+    check_heads(scaled(GPT2), 100.0)
+    strange = scaled(GPT2)
     strange.blocks[0].attention = nn.Linear(32, 32)
-    with pytest.raises(ConfigError, match="no heads of attention"):
-        check_heads(strange, 100.0)
+    for model, why in (
+        (scaled(Llama, n_kv_heads=2, qk_norm="head"), "qk_norm normalizes queries and keys"),
+        (nn.Linear(2, 2), "no heads of attention that llmexp knows"),
+        (strange, "no heads of attention that llmexp knows"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_heads(model, 100.0)

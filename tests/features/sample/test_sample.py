@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
 from llmexp.data.tokenizers.base import Tokenizer, as_tokenizer
+from llmexp.features.sample.forecast import counts
 from llmexp.features.sample.train import Sample
 from llmexp.folders.naming import named_checkpoint
 from llmexp.models.gpt2 import GPT2
@@ -25,14 +26,14 @@ from tests.tools import composed
 class Eager(nn.Module):
     """Likes the ids with the higher numbers; notes the lengths that it was called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 320) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain, self.vocabulary = nn.Parameter(torch.ones(())), vocabulary
         self.lengths: list[int] = []
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         self.lengths.append(tokens_bt.shape[1])
-        return (self.gain * torch.arange(320.0)).expand(*tokens_bt.shape, -1)
+        return (self.gain * torch.arange(float(self.vocabulary))).expand(*tokens_bt.shape, -1)
 
 
 def holed(**special: int) -> Tokenizer:
@@ -43,20 +44,6 @@ def holed(**special: int) -> Tokenizer:
         name="holed", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
     )
     return as_tokenizer(given)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 30.0])
-def test_ids_without_a_meaning_are_never_drawn(temperature):
-    encoding = holed(**{"<|endoftext|>": 280, "<|other|>": 310})
-    found = sample(encoding, Eager(), 12, "fp32", "", 60, temperature=temperature, top_k=None)
-    assert found == "<|other|>" * 60 if temperature == 0 else len(found) > 0
-
-
-def test_a_tokenizer_without_an_end_needs_a_prompt():
-    words = r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt"
-    with pytest.raises(ValueError, match=words):
-        sample(holed(), Eager(), 12, "fp32", "", 5)
-    assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
 
 
 class Words:
@@ -73,12 +60,20 @@ class Words:
         return " ".join(self.words[i] for i in ids)
 
 
-def test_the_space_behind_a_prompt_stays():
-    class Fox(Eager):
-        def forward(self, tokens_bt: Tensor) -> Tensor:
-            return super().forward(tokens_bt)[..., :4]
-
-    found = sample(as_tokenizer(Words()), Fox(), 12, "fp32", "the  quick", 2, temperature=0)
+def test_what_is_drawn_of_a_tokenizer():
+    """Never an id without a meaning, nor without a prompt where no token begins a text; the space
+    behind a prompt stays."""
+    encoding = holed(**{"<|endoftext|>": 280, "<|other|>": 310})
+    drawn = [
+        sample(encoding, Eager(), 12, "fp32", "", 60, temperature=heat, top_k=None)
+        for heat in (0.0, 30.0)
+    ]
+    assert drawn[0] == "<|other|>" * 60
+    assert drawn[1]
+    with pytest.raises(ValueError, match=r"tokenizer: holed has no <\|endoftext\|> .* --prompt"):
+        sample(holed(), Eager(), 12, "fp32", "", 5)
+    assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
+    found = sample(as_tokenizer(Words()), Eager(4), 12, "fp32", "the  quick", 2, temperature=0)
     assert found == "the  quick fox fox"
 
 
@@ -97,18 +92,29 @@ def looped(encoding: Tokenizer, model: nn.Module, said: list[str], *, sharded: b
 
 def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
     said: list[str] = []
-    model = Eager()
-    looped(holed(**{"<|endoftext|>": 280}), model, said).act()
+    model, whole = Eager(), holed(**{"<|endoftext|>": 280})
+    looped(whole, model, said).act()
     assert max(model.lengths) == 12 < len(model.lengths)
     assert said.pop().startswith("sample: ab")
     for sharded in (False, True):
         looped(holed(), model, said, sharded=sharded).act()
         assert said.pop().startswith("sample: none: ConfigError")
     broken = nn.Linear(2, 2)
-    looped(holed(**{"<|endoftext|>": 280}), broken, said).act()
+    looped(whole, broken, said).act()
     assert said.pop().startswith("sample: none: ")
     with pytest.raises(RuntimeError):  # another rank may be in its part of the same pass
-        looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True).act()
+        looped(whole, broken, said, sharded=True).act()
+
+
+@pytest.mark.parametrize("every", [None, 1, 3, 4, 9])
+@pytest.mark.parametrize(("first", "steps"), [(0, 1), (0, 8), (3, 8), (5, 9)])
+def test_a_plan_counts_what_the_loop_writes(first, steps, every):
+    """That at the end is no part of it."""
+    chosen: Any = SimpleNamespace(sample_every=every, sample_tokens=5)
+    times = lambda n: steps // n - first // n if n else 0  # noqa: E731
+    found = counts(SimpleNamespace(train=chosen), times, lambda n: bool(n) and steps % n == 0)
+    written = [s for s in range(first + 1, steps + 1) if Sample(chosen).due(s, s == steps)]
+    assert found == {"sample": len(written)}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ SETTINGS = [
     "batch.micro_batch_size=2", "hooks=[own.hooks.plant]", "--allow=own",
 ]  # fmt: skip
 ON = "metrics.spikes=true"
-
-
 TWO = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
 
 
@@ -77,28 +75,26 @@ def test_a_spike_is_recorded_with_what_rose_first(on):
     squares = [x**2 for x in spike["steps"][-1]["grad_norm"].values()]
     assert math.sqrt(sum(squares)) == pytest.approx(row["grad_norm"], rel=1e-12)
     status = on.json("status.json")
-    assert status["summary"]["spikes"] == len(steps)
-    assert status["summary"]["spike_tokens"] == lost
+    summary = status["summary"]
+    assert (summary["spikes"], summary["spike_tokens"]) == (len(steps), lost)
     assert status["spikes"]["rose_first"]["module"] == "blocks.1.mlp.up_proj"
     line = next(line for line in on.out.splitlines() if " is a spike: " in line)
     assert line.startswith(f"step {steps[0]} is a spike: loss {spike['loss']:.4g}")
     assert "; blocks.1.mlp.up_proj rose first, at step 46 (" in line
 
 
-def test_recording_changes_nothing_and_off_means_nothing(runs, on):
+def test_recording_changes_nothing_and_two_ranks_record_the_same(runs, on):
     off = runs(*SETTINGS)
     assert not (off.folder / "spikes").exists()
     assert "spikes" not in off.json("status.json")
     assert equal(weights(off, 64), weights(on, 64))
-
-
-def test_two_ranks_record_the_same(runs, on):
     one, two = records(on), records(runs(*SETTINGS, ON, *TWO))
     assert one.keys() == two.keys()
     for step, spike in one.items():
+        first, other = spike["rose_first"], two[step]["rose_first"]
         assert spike["first_tokens"] == two[step]["first_tokens"]
-        assert spike["rose_first"]["module"] == two[step]["rose_first"]["module"]
-        assert spike["rose_first"]["times"] == pytest.approx(two[step]["rose_first"]["times"], 1e-6)
+        assert first["module"] == other["module"]
+        assert first["times"] == pytest.approx(other["times"], 1e-6)
 
 
 def test_a_resumed_run_records_the_same_and_a_fork_counts_its_own(runs, on, tmp_path):

@@ -2,40 +2,75 @@
 
 import json
 import shutil
+from types import SimpleNamespace as Namespace
+from typing import Any
 
 import pytest
 
 from llmexp.__main__ import run as command
 from llmexp.compare.figures import columns_of
 from llmexp.config.values import ConfigError
+from llmexp.features.tasks.forecast import counts
+from llmexp.features.tasks.train import Tasks
 from llmexp.tasks.items import read_task
 from llmexp.train.assembly.opening import open_run
 from tests.conftest import llmexp, train
 from tests.tasks.test_tasks import GOOD, folder, scored, settings
-from tests.tools import exact
+from tests.tools import amend, exact
 
 __all__ = ["folder"]  # a fixture
 
 TASKS = ["train.tasks=[mixed,tiny_facts]", "train.tasks_every=2", "train.tasks_folder=sets"]
 
 
-@pytest.fixture(scope="module")
-def asked(folder):
-    """The folder with a run that scores."""
+@pytest.mark.parametrize("every", [None, 1, 3, 4, 9])
+@pytest.mark.parametrize(("first", "steps"), [(0, 1), (0, 8), (3, 8), (5, 9)])
+def test_a_plan_counts_what_the_loop_scores(first, steps, every):
+    nothing: Any = Namespace()
+    feature = Tasks(nothing, nothing, every)
+    config = Namespace(train=Namespace(tasks=["t"], tasks_every=every))
+    times = lambda n: steps // n - first // n if n else 0  # noqa: E731
+    found = counts(config, times, lambda n: bool(n) and steps % n == 0)
+    scored = [s for s in range(first + 1, steps + 1) if feature.measure(s, s == steps)]
+    assert found == {"tasks": len(scored)}
+
+
+def test_rows_have_the_figures_of_evaluate_and_compare_asks_the_items(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """The interval of a score is 1.96 standard errors of its row; that of a difference, both."""
     train(folder, "asked", *settings(), *TASKS, "train.log_every=4")
-    return folder
-
-
-def test_rows_have_the_figures_of_llmexp_evaluate(asked, monkeypatch, capsys):
-    monkeypatch.chdir(asked)
+    monkeypatch.chdir(folder)
     arguments = ["--tasks", "mixed", "--tasks-folder", "sets", "--json"]
     assert command(["evaluate", "asked", *arguments]) == 0
     (found,) = json.loads(capsys.readouterr().out)["tasks"]
-    row = json.loads((asked / "asked/metrics.jsonl").read_text().splitlines()[-1])
+    row = json.loads((folder / "asked/metrics.jsonl").read_text().splitlines()[-1])
     for key in {*found} - {"task", "items", "scores"}:
         assert row[f"task/mixed/{key}"] == pytest.approx(found[key], rel=1e-12)
     assert sum(key.startswith("task/mixed/") for key in row) == 6
     assert "task/tiny_facts/acc" in row
+
+    (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
+    assert column.sign == -1  # higher is better
+    key = "task/mixed/acc"
+    for name, stderr, words in (
+        ("far", 0.05, ", significant over the items"),
+        ("wide", 0.5, "not significant over the items"),
+    ):
+        other = tmp_path / name
+        shutil.copytree("asked", other)
+        lines = (other / "metrics.jsonl").read_text().splitlines()
+        lines[-1] = json.dumps(row | {key: 0.9, f"{key}_stderr": stderr})
+        (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        amend(other / "config.yaml", optimizer={"lr": 0.05})
+        assert command(["compare", "asked", str(other), "--sort", key, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert words in found["headline"], found["headline"]
+        assert [run[key] for run in found["runs"]] == [0.9, row[key]]
+        for run, error in zip(found["runs"], (stderr, row[f"{key}_stderr"]), strict=True):
+            low, high = run["intervals"][key]
+            assert (low + high) / 2 == pytest.approx(run[key])
+            assert (high - low) / 2 == pytest.approx(1.96 * error)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
@@ -78,31 +113,3 @@ def test_a_request_file_that_changes_between_two_starts(folder, tmp_path):
     (tmp_path / "sets/tiny_facts.jsonl").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"tiny_facts\.jsonl: cannot be read"):
         read_task("tiny_facts", str(tmp_path / "sets"))
-
-
-def test_compare_ranks_by_a_score_and_asks_the_items(asked, tmp_path, monkeypatch, capsys):
-    """The interval of a score is 1.96 standard errors of its row; that of a difference, both."""
-    (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
-    assert column.sign == -1  # higher is better
-    monkeypatch.chdir(asked)
-    key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
-    for name, change, words in (
-        ("far", lead, ", significant over the items"),
-        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "not significant over the items"),
-    ):
-        other = tmp_path / name
-        shutil.copytree("asked", other)
-        *rows, last = (other / "metrics.jsonl").read_text().splitlines()
-        own = json.loads(last)
-        (other / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(own | change)]) + "\n")
-        text = (other / "config.yaml").read_text()
-        (other / "config.yaml").write_text(text.replace("lr: 0.03", "lr: 0.05"))
-        assert command(["compare", "asked", str(other), "--sort", key, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert words in found["headline"], found["headline"]
-        assert [run[key] for run in found["runs"]] == [0.9, own[key]]
-        errors = change[f"{key}_stderr"], own[f"{key}_stderr"]
-        for run, error in zip(found["runs"], errors, strict=True):
-            low, high = run["intervals"][key]
-            assert (low + high) / 2 == pytest.approx(run[key])
-            assert (high - low) / 2 == pytest.approx(1.96 * error)
