@@ -111,7 +111,10 @@ def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
 def test_a_plan_counts_what_the_loop_writes(first, steps, every):
     """That at the end is no part of it."""
     chosen: Any = SimpleNamespace(sample_every=every, sample_tokens=5)
-    times = lambda n: steps // n - first // n if n else 0  # noqa: E731
+
+    def times(n: int | None) -> int:
+        return steps // n - first // n if n else 0
+
     found = counts(SimpleNamespace(train=chosen), times, lambda n: bool(n) and steps % n == 0)
     written = [s for s in range(first + 1, steps + 1) if Sample(chosen).due(s, s == steps)]
     assert found == {"sample": len(written)}

@@ -29,7 +29,10 @@ def test_a_plan_counts_what_the_loop_scores(first, steps, every):
     nothing: Any = Namespace()
     feature = Tasks(nothing, nothing, every)
     config = Namespace(train=Namespace(tasks=["t"], tasks_every=every))
-    times = lambda n: steps // n - first // n if n else 0  # noqa: E731
+
+    def times(n: int | None) -> int:
+        return steps // n - first // n if n else 0
+
     found = counts(config, times, lambda n: bool(n) and steps % n == 0)
     scored = [s for s in range(first + 1, steps + 1) if feature.measure(s, s == steps)]
     assert found == {"tasks": len(scored)}
