@@ -44,30 +44,31 @@ def started(do: str, **more) -> subprocess.Popen:
     return workers.start_worker(do, module="own.facts", **given)
 
 
-def of(process: subprocess.Popen) -> dict:
-    with process:
-        return json.loads(process.stdout.read())
+def only_template() -> workers.Template:
+    return next(iter(workers._templates.values()))
 
 
 def test_a_fork_is_as_a_process_that_was_started_afresh(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env = environment(LLMEXP_ALLOW="own", RANK="3", CUDA_VISIBLE_DEVICES="1")
-    forked = started("facts", env=env)
-    assert isinstance(forked, workers.Forked)
+
+    def facts() -> tuple[bool, dict]:
+        with started("facts", env=env) as process:
+            return isinstance(process, workers.Forked), json.loads(process.stdout.read())
+
+    forked, first = facts()
     with workers.warm(False):
-        fresh = started("facts", env=env)
-    assert not isinstance(fresh, workers.Forked)
-    a, b = of(forked), of(fresh)
-    own = a.pop("own"), b.pop("own")
-    assert a == b
-    assert (a["environment"], a["cwd"], a["parent"]) == (env, str(tmp_path), os.getpid())
-    assert [*a["files"]] == ["0", "1", "2"]
+        fresh, other = facts()
+    assert (forked, fresh) == (True, False)
+    own = first.pop("own"), other.pop("own")
+    assert first == other
+    assert (first["environment"], first["cwd"]) == (env, str(tmp_path))
+    assert (first["parent"], [*first["files"]]) == (os.getpid(), ["0", "1", "2"])
     # each process draws other numbers of its own, two forks too
-    again = of(started("facts", env=env))["own"]
-    assert len({*own[0], *own[1], *again}) == 9
+    assert len({*own[0], *own[1], *facts()[1]["own"]}) == 9
 
 
-def test_exit_codes_and_signals_are_those_of_a_child():
+def test_exit_codes_signals_and_what_it_prints_are_those_of_a_child(tmp_path):
     processes = {code: started(str(code)) for code in (0, 2, 75)}
     assert {code: p.wait() for code, p in processes.items()} == {0: 0, 2: 2, 75: 75}
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -79,32 +80,27 @@ def test_exit_codes_and_signals_are_those_of_a_child():
         assert process.wait() == process.poll() == -number
         process.send_signal(number)  # to nobody
         process.stdout.close()
-
-
-def test_what_it_prints_goes_to_its_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
     process = workers.start_worker("no number", log=log, module="own.facts", env=environment())
     assert process.wait() == 1
     first, *_, last = log.read_text().splitlines()
-    assert (first, last) == (
-        "before",
-        "ValueError: invalid literal for int() with base 10: 'no number'",
-    )
+    assert first == "before"
+    assert last == "ValueError: invalid literal for int() with base 10: 'no number'"
 
 
-def test_a_template_that_was_killed_is_started_again():
-    template = next(iter(workers._templates.values()))
-    kill_family(template.pid)
-    process = started("7")
-    assert isinstance(process, workers.Forked)
-    assert process.wait() == 7
-    assert next(iter(workers._templates.values())) is not template
-
-
-def test_where_templates_end_again_and_again_the_reason_is_known(monkeypatch, tmp_path):
-    """A log that cannot be opened is no fault of theirs."""
+def test_a_template_that_ended_is_started_again_and_if_it_ends_again_the_reason_is_known(
+    monkeypatch, tmp_path
+):
+    """A log that cannot be opened is no fault of its own."""
     with workers.warm():
+        assert started("7").wait() == 7
+        template = only_template()
+        kill_family(template.pid)
+        process = started("7")
+        assert isinstance(process, workers.Forked)
+        assert process.wait() == 7
+        assert only_template() is not template
         with pytest.raises(IsADirectoryError):
             workers.start_worker("0", log=tmp_path, module="own.facts", env=environment())
         process = started("0")
@@ -121,8 +117,7 @@ def test_nothing_is_left_of_two_hundred_forks():
         return len(os.listdir("/proc/self/fd"))
 
     assert started("0", stdout=subprocess.DEVNULL).wait() == 0
-    template = next(iter(workers._templates.values()))
-    mine = Path(f"/proc/{template.pid}")
+    mine = Path(f"/proc/{only_template().pid}")
 
     def memory() -> int:
         words = (mine / "smaps_rollup").read_text().split()
