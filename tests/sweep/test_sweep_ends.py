@@ -153,10 +153,18 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
         assert current.ledger.state == state
 
 
-def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
-    """A folder is in the place of what its processes print."""
+def test_a_point_that_cannot_be_started_failed_and_one_on_the_cpu_takes_no_device(
+    tmp_path, monkeypatch
+):
+    """A folder is in the place of what the first one's processes print; the second one's four ranks
+    are beside two devices, which a run on four could never have."""
+    stand_in(monkeypatch, "true")
     current = current_sweep(tmp_path)
-    task = new_point(current, "0-a")
+    tasks = [new_point(current, "0-a", ranks=4), new_point(current, "1-b", ranks=2, devices=2)]
+    run_locally(current, tasks)
+    assert [task.entry.attempts for task in tasks] == [1, 1]
+    monkeypatch.undo()
+    task = new_point(current, "2-c")
     (task.path / local.STDERR).mkdir()
     run_locally(current, [task])
     status = rundir.read_status(task.path)
@@ -166,13 +174,12 @@ def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
 
 def test_the_table_of_points_that_failed_has_their_last_losses(tmp_path):
     """A disk that was full kept their rows and no summary."""
-    ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=[])
-    ledger.points = [LedgerEntry(0, "a", "0-a", None, [], state="failed")]
+    entry = LedgerEntry(0, "a", "0-a", None, [], state="failed")
     (tmp_path / "0-a").mkdir()
     rows = '{"step": 1, "train/loss": 3.5, "val/loss": 3.25}\n{"step": 2, "train/loss": 3.0}\n'
     (tmp_path / "0-a" / "metrics.jsonl").write_text(rows)
-    row = show.results_table(ledger).splitlines()[1]
-    assert row.split() == ["0", "a", "failed", "3.0000", "3.2500"]
+    table = show.results_table(Ledger(tmp_path, "s", "g", "local", [], [], points=[entry]))
+    assert table.splitlines()[1].split() == ["0", "a", "failed", "3.0000", "3.2500"]
 
 
 FACTS = ["{", "[1]", "[" * 200_000, '{"max_steps": "x"}', '{"max_steps": true}', "{}"]
@@ -212,16 +219,6 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
         assert "\n1 " in show.results_table(ledger)
     display.tick()
     json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
-    """Four ranks on a CPU beside two devices, which a run on four could never have."""
-    stand_in(monkeypatch, "true")
-    current = current_sweep(tmp_path)
-    run_locally(
-        current, [new_point(current, "0-a", ranks=4), new_point(current, "1-b", ranks=2, devices=2)]
-    )
-    assert [entry.attempts for entry in current.ledger.points] == [1, 1]
 
 
 def test_a_folder_that_cannot_be_written_is_named_by_its_key(tmp_path, runs):
