@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -19,7 +18,7 @@ from llmexp.cli import verify
 from llmexp.config.values import ConfigError
 from llmexp.data.stream import DataChanged
 from llmexp.system.child import children, ended
-from llmexp.verify import runs
+from llmexp.verify import resume, runs
 from llmexp.verify.checks import Check, at_most, none_differ
 from tests.conftest import HANG_S, TINY, llmexp, start
 from tests.tools import wait_for
@@ -51,8 +50,8 @@ UNSEEN = Check("ranks", None, note="one")
 THERE = "hydra.run.dir=there/" + "a-long-name-" * 6 + "/and-more"
 
 
-def record_of(folder: str = THERE) -> dict:
-    text = Path(folder.partition("=")[2], "verify.json").read_text()
+def recorded() -> dict:
+    text = Path(THERE.partition("=")[2], "verify.json").read_text()
     return json.loads(text, parse_constant=pytest.fail)
 
 
@@ -73,7 +72,7 @@ def test_the_verdict_its_exit_code_and_its_record(
     monkeypatch.setenv("COLUMNS", "60")
     proof.extend(checks)
     assert run(["verify", "made_up", "--steps", "5", "optimizer.lr=0.1", THERE]) == code
-    record = record_of()
+    record = recorded()
     assert record["passed"] is (code == 0)
     assert [c["passed"] for c in record["checks"]] == [c.passed for c in checks]
     assert (record["steps"], record["overrides"][0]) == (5, "optimizer.lr=0.1")
@@ -101,34 +100,30 @@ def test_what_is_not_finite_is_within_no_limit_and_comparing_nothing_proves_noth
 def test_what_cannot_be_made_is_recorded_without_a_verdict(proof, capsys, words, error):
     proof.append(error)
     assert run(["verify", "made_up", THERE]) == 2
-    record = record_of()
+    record = recorded()
     assert record["passed"] is None
     assert f"llmexp: {record['error']}\n" in capsys.readouterr().err
     words.hidden[r"\(.*test_command.py:\d+\)"] = "(FILE:LINE)"
     words("verify/errors", record["error"], type(error).__name__)
 
 
-SECRET = "k-0123456789abcdef"
-
-
 def test_no_secret_is_printed_or_recorded(proof, capsys, monkeypatch):
     """Neither from a check nor from an error; and one on the command line is refused, as by
     train."""
-    monkeypatch.setenv("MY_API_KEY", SECRET)
-    proof.append(Check(f"sha256 of /data/{SECRET}", True, SECRET, SECRET, note=f"in {SECRET}"))
+    secret = "k-0123456789abcdef"
+    monkeypatch.setenv("MY_API_KEY", secret)
+    proof.append(Check(f"sha256 of /data/{secret}", True, secret, secret, note=f"in {secret}"))
     assert run(["verify", "made_up", "hydra.run.dir=a"]) == 0
-    proof[:] = [ConfigError("cannot_verify", f"/data/{SECRET}: boom")]
+    proof[:] = [ConfigError("cannot_verify", f"/data/{secret}: boom")]
     assert run(["verify", "made_up", "hydra.run.dir=b"]) == 2
-    assert run(["verify", "made_up", "hydra.run.dir=c", f"++data.note={SECRET}"]) == 2
+    assert run(["verify", "made_up", "hydra.run.dir=c", f"++data.note={secret}"]) == 2
     out, err = capsys.readouterr()
-    assert SECRET not in out + err
     assert "/data/<$MY_API_KEY>: <$MY_API_KEY>" in out
     assert "/data/<$MY_API_KEY>: boom" in err
     assert not Path("c").exists()
-    for name in ("a", "b"):
-        text = Path(name, "verify.json").read_text()
-        assert SECRET not in text
-        assert "$MY_API_KEY" in text
+    records = [Path(name, "verify.json").read_text() for name in ("a", "b")]
+    assert all("$MY_API_KEY" in text for text in records)
+    assert not any(secret in text for text in (out, err, *records))
 
 
 def test_a_run_that_fails_is_named_with_its_words(tmp_path):
@@ -144,40 +139,27 @@ def test_a_run_that_fails_is_named_with_its_words(tmp_path):
     assert "Traceback" not in result.err
 
 
-def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
-    """A worker that heeds the signal too late, or not at all, ends with 0."""
-    program = (
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGINT, lambda *_: os._exit(0))\n"
-        "print('here', flush=True)\n"
-        "time.sleep(60)"
-    )
-    before, done = signal.getsignal(signal.SIGINT), threading.Event()
-    threads: list[threading.Thread] = []
+@pytest.mark.parametrize("kill", [False, True])
+def test_ctrl_c_is_not_lost(kill):
+    """Where the worker is killed as planned, or heeds it so late that it ends with 0."""
+    program = "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: os._exit(0))"
+    program += "; print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
 
-    def interrupt() -> None:  # not sooner than it is handled, and not in a later test
-        while signal.getsignal(signal.SIGINT) is before:
-            if done.wait(0.01):
-                return
-        os.kill(os.getpid(), signal.SIGINT)
+    def strike() -> None:
+        with runs.ended_with_us(process):
+            os.kill(os.getpid(), signal.SIGINT)
+            if kill:
+                resume._kill_all(process, [process.pid])
+            else:
+                assert process.wait() == 0
 
-    def begin(path: Path, config: object, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", program]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
-        assert process.stdout is not None
+    with process.stdout:
         process.stdout.readline()
-        threads.append(threading.Thread(target=interrupt))
-        threads[0].start()
-        return process
-
-    monkeypatch.setattr(runs, "start_run", begin)
-    try:
         with pytest.raises(KeyboardInterrupt):
-            runs.train_folder(tmp_path, None)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
+            strike()
+    assert process.poll() is not None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
