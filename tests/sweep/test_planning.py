@@ -113,11 +113,11 @@ def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path, capsys,
 def test_a_sweep_without_several_values_says_that_it_is_one_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = "no key has several values, so this sweep is one run; train.seed=1,2 would make two"
-    assert run(["plan", "-m", *SYNTHETIC, "train.max_steps=2"]) == 0
-    assert told in " ".join(capsys.readouterr().out.split())
-    assert run(["plan", "-m", *SYNTHETIC, "train.max_steps=2", "train.seed=1,2"]) == 0
-    assert "several values" not in capsys.readouterr().out
-    started = llmexp("train", "-m", *SYNTHETIC, "train.max_steps=2", cwd=tmp_path)
+    one = ["-m", *SYNTHETIC, "train.max_steps=2"]
+    for more, says in (([], True), (["train.seed=1,2"], False)):
+        assert run(["plan", *one, *more]) == 0
+        assert (told in " ".join(capsys.readouterr().out.split())) == says
+    started = llmexp("train", *one, cwd=tmp_path)
     assert started.code == 0
     assert told in " ".join((started.out + started.err).split())
 
@@ -168,12 +168,11 @@ def test_a_plan_fits_a_terminal(capsys, tmp_path, monkeypatch):
         ({"max_parallel": 3}, 0, [0, 0], 3),
     ],
 )
-def test_points_at_once_follow_from_the_devices_that_each_takes(given, devices, needs, expected):
+def test_points_at_once_follow_from_the_devices_that_each_takes(
+    monkeypatch, given, devices, needs, expected
+):
     assert build_sweep(DEFAULTS | given).at_once(devices, needs) == expected
-
-
-def test_the_forecast_of_a_sweep_counts_the_devices_of_each_point(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    facts = Namespace(devices=8, ranks=4)
-    tasks = [Namespace(facts=facts, cuda=True)] * 8
-    assert Local(Namespace(knobs=build_sweep(DEFAULTS)), tasks).slots == 2
+    # as a forecast has them
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices))) or "none")
+    tasks = [Namespace(facts=Namespace(devices=devices, ranks=n), cuda=True) for n in needs]
+    assert Local(Namespace(knobs=build_sweep(DEFAULTS | given)), tasks).slots == expected
