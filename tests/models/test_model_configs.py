@@ -3,16 +3,15 @@
 import importlib
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from llmexp.config.parts import COMMON
 from llmexp.models.common import parameter_counts
+from tests.conftest import ROOT
 from tests.tools import option
 
-CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"
 PARAMETERS = {
     # bytes: 320 tokens; 4 layers of 12 width^2 + 13 width, two embeddings, the final norm
     "gpt_tiny": 4 * (12 * 128**2 + 13 * 128) + (320 + 256) * 128 + 2 * 128,
@@ -41,7 +40,7 @@ FILLED_IN = {"gpt_tiny": 320, "moe_tiny": 320, "llama_100m": 32768}
 
 
 def test_every_config_is_covered() -> None:
-    assert {path.stem for path in CONFIG_FOLDER.glob("*.yaml")} == {"hf", *PARAMETERS}
+    assert {path.stem for path in (ROOT / "conf/model").glob("*.yaml")} == {"hf", *PARAMETERS}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -51,9 +50,7 @@ def test_config_builds_the_stated_model(name: str) -> None:
         del arguments[name_of_all]
     module_name, class_name = arguments.pop("_target_").rsplit(".", 1)
     model_class = getattr(importlib.import_module(module_name), class_name)
-    assert list(arguments) == list(inspect.signature(model_class).parameters), (
-        "every knob, in order"
-    )
+    assert [*arguments] == [*inspect.signature(model_class).parameters]  # every knob, in order
     assert (arguments["vocab_size"] is None) == (name in FILLED_IN)
     arguments["vocab_size"] = arguments["vocab_size"] or FILLED_IN[name]
     with torch.device("meta"):
@@ -65,9 +62,8 @@ def test_config_builds_the_stated_model(name: str) -> None:
     with_head, in_blocks = parameter_counts(model)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     inside = {name: s for name, s in shapes.items() if name.startswith("blocks.") and len(s) > 1}
-    sent = arguments.get(
-        "experts_per_token", 0
-    )  # of (experts, rows, columns) a token takes so many
+    # of (experts, rows, columns) a token takes so many
+    sent = arguments.get("experts_per_token", 0)
     used = [s if len(s) == 2 else [sent, *s[1:]] for s in inside.values()]
     idle = sum(map(math.prod, inside.values())) - sum(map(math.prod, used))
     assert in_blocks == sum(map(math.prod, used))
@@ -76,5 +72,7 @@ def test_config_builds_the_stated_model(name: str) -> None:
     head = model.vocab_size * arguments["d_model"]
     tied = head if "head.weight" not in shapes else 0
     assert with_head == PARAMETERS[name] - idle - sum(a * b for a, b in tables) + tied
+    if name == "gpt2_small":  # known as 0.855 GFLOP
+        assert model.flops_per_token(1024) == pytest.approx(0.855e9, rel=1e-3)
     attention = 12 * arguments["n_layers"] * 64 * model.blocks[0].attention.q_proj.out_features
     assert model.flops_per_token(64) == 6 * (in_blocks + head) + attention

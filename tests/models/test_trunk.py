@@ -17,6 +17,7 @@ from llmexp.models.llama import Llama, RopeScaling
 from llmexp.models.loss import SummedLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import keep_products, recompute_blocks
+from tests.tools import equal
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -49,48 +50,45 @@ def test_one_product_and_repeated_heads_compute_the_same(kind, masked, monkeypat
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama, pre"])
-def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too(kind, monkeypatch):
-    monkeypatch.setattr(common, "in_one_product", lambda _: True)
-    with pretended(2):
-        joined = mesh.join("cpu", "tp", 1, 1, 2)
-        loss = SummedLoss(model_of(kind))
-        mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
-        for block in loss.model.blocks:
-            block.compile(backend="eager")
-        hidden = loss.model.hidden(torch.randint(0, 50, (2, 8)))
-    assert hidden.shape == (2, 8, WIDTH)
-
-
-class Reduced(TorchDispatchMode):
-    """Count all_reduce of activations by dtype."""
+class Seen(TorchDispatchMode):
+    """Note the operations on tensors, with what they were given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtypes = Counter[torch.dtype]()
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_c10d_functional.all_reduce" in str(func):
-            self.dtypes[args[0].dtype] += 1
+        self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
+
+    def reduced(self) -> Counter:
+        """Count all_reduce of activations by dtype."""
+        return Counter(args[0].dtype for func, args in self.calls if "all_reduce" in str(func))
 
 
 @pytest.mark.parametrize(("kind", "of_mlp"), [("gpt2", 1), ("llama, pre", 2)])
-def test_tensor_parallelism_reduces_activations_in_the_types_that_the_docs_name(kind, of_mlp):
+def test_tensor_parallelism_reduces_activations_in_the_types_that_the_docs_name(
+    kind, of_mlp, monkeypatch
+):
     """Under bf16 all of a block but the gradients that leave gate and up, and not the embedding's:
-    as benchmarks/results/ranks.md says."""
+    as benchmarks/results/ranks.md says. Projections that are split stay apart in compiled blocks
+    too."""
     bf16, fp32 = torch.bfloat16, torch.float32
     with pretended(2):
         joined = mesh.join("cpu", "tp", 1, 1, 2)
         loss = SummedLoss(model_of(kind))
         mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
         tokens = torch.randint(0, 50, (2, 8))
-        with Reduced() as there, torch.autocast("cpu", bf16):
+        with Seen() as there, torch.autocast("cpu", bf16):
             found = loss(tokens, tokens)
-        with Reduced() as back:
+        with Seen() as back:
             found.backward()
-    assert there.dtypes == {bf16: 2 * LAYERS, fp32: 1}
-    assert back.dtypes == {bf16: 3 * LAYERS, fp32: of_mlp * LAYERS}
+        monkeypatch.setattr(common, "in_one_product", lambda _: True)
+        for block in loss.model.blocks:
+            block.compile(backend="eager")
+        assert loss.model.hidden(tokens).shape == (2, 8, WIDTH)
+    assert there.reduced() == {bf16: 2 * LAYERS, fp32: 1}
+    assert back.reduced() == {bf16: 3 * LAYERS, fp32: of_mlp * LAYERS}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -119,26 +117,14 @@ def test_what_waits_on_the_host_changes_no_bit(kind, dtype, monkeypatch):
     assert len(set(places)) == len(places)
 
 
-class Copies(TorchDispatchMode):
-    """Note the strides of what is copied: to, from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.strides: list[list[tuple[int, ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.strides.append([x.stride() for x in args[:2]])
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_is_sent_to_the_host_has_no_gaps_and_keeps_its_layout():
     """A copy from a tensor with gaps would go through memory that is not pinned."""
     x = torch.randn(4, 6, 8)
     for sent in (x, x.transpose(0, 1), x[..., 2:5], x[..., :4].transpose(1, 2)):
-        with Copies() as seen:
+        with Seen() as seen:
             there = offload.to_host(sent)
-        assert seen.strides == [[there.stride(), there.stride()]]
+        (copied,) = [args for func, args in seen.calls if func is torch.ops.aten.copy_.default]
+        assert [x.stride() for x in copied[:2]] == [there.stride()] * 2
         assert there.untyped_storage().nbytes() == there.nbytes
         torch.testing.assert_close(there, sent, rtol=0, atol=0)
 
@@ -208,7 +194,7 @@ SWITCHES = {
 @pytest.mark.parametrize("kind", SWITCHES)
 def test_switches_inside_documents_in_bf16_and_computed_again(kind):
     torch.manual_seed(3)
-    model = Llama(50, 24, 2, 4, 2, 16, 24, **SWITCHES[kind]).double()
+    model = Llama(50, 24, 2, 4, 2, 16, 24, dropout=0.1, **SWITCHES[kind]).double().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -220,11 +206,13 @@ def test_switches_inside_documents_in_bf16_and_computed_again(kind):
     for model.document_spans in (True, False):
         # float64: sums of at most 24 products in another order, through two layers
         torch.testing.assert_close(model(tokens), alone, rtol=1e-10, atol=1e-11)
-    expected = gradients(model, tokens)
-    for how in ("full", "selective"):
-        again = copy.deepcopy(model)
+    found = []
+    for how in ("none", "full", "selective"):
+        again = copy.deepcopy(model).train()
         recompute_blocks(again, how)
-        assert all(map(torch.equal, gradients(again, tokens), expected)), how
+        torch.manual_seed(0)  # of dropout
+        found.append(gradients(again, tokens))
+    assert equal(found[1:], [found[0]] * 2)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model(tokens).double()
