@@ -59,24 +59,24 @@ def infinite(make: Made) -> dict[str, list[float | None]]:
     }
 
 
+def growing(dims: list[float | None]) -> list[float]:
+    return [d for d in dims if d is not None]
+
+
 def package_std(dims: list[float | None]) -> float:
     """Factor of mup.init.normal_: width_mult ** -0.5 where two dimensions grow."""
-    grow = [d for d in dims if d is not None]
-    return grow[-1] ** -0.5 if len(grow) == 2 else 1.0
+    return growing(dims)[-1] ** -0.5 if len(growing(dims)) == 2 else 1.0
 
 
 def package_adam(dims: list[float | None]) -> float:
     """Factor on the rate in MuAdam."""
-    grow = [d for d in dims if d is not None]
-    return 1 / grow[-1] if len(grow) == 2 else 1.0
+    return 1 / growing(dims)[-1] if len(growing(dims)) == 2 else 1.0
 
 
 def package_sgd(dims: list[float | None]) -> float:
-    """Factor on the rate in MuSGD."""
-    grow = [d for d in dims if d is not None]
-    if len(grow) == 2:
-        return grow[0] / grow[1]  # fan-out over fan-in
-    return grow[0] if grow else 1.0
+    """Factor on the rate in MuSGD: fan-out over fan-in."""
+    grow = growing(dims)
+    return grow[0] / grow[1] if len(grow) == 2 else math.prod(grow)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -104,28 +104,25 @@ def rates(model: nn.Module, built: Any) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    ("build", "package"),
-    [(adamw.adamw, package_adam), (lion.lion, package_adam), (sgd.sgd, package_sgd)],
+    ("build", "package", "more"),
+    [
+        (adamw.adamw, package_adam, {}),
+        (lion.lion, package_adam, {}),
+        (sgd.sgd, package_sgd, {}),
+        # an update of a square matrix has the spectral norm rate x 1, x 0.2 sqrt(width)
+        (muon.muon, lambda dims: 1.0, {"adjust_lr": "original"}),
+        (muon.muon, package_std, {"adjust_lr": "match_rms_adamw"}),
+    ],
 )
-def test_rates_are_those_of_the_package_and_rate_times_decay_stays(kind, build, package):
+def test_rates_are_those_of_the_package_and_rate_times_decay_stays(kind, build, package, more):
+    """Muon keeps its rate; one that is matched with AdamW loses what that adds."""
     make = MODELS[kind]
     model = mup(make)
-    found = rates(model, build(model, lr=0.02, weight_decay=0.3))
+    found = rates(model, build(model, lr=0.02, weight_decay=0.3, **more))
     for name, dims in infinite(make).items():
         lr, decay = found[name]
         assert lr == pytest.approx(0.02 * package(dims), rel=1e-12), name
         assert lr * decay == pytest.approx(0.02 * 0.3 if len(dims) == 2 else 0.0, rel=1e-12), name
-
-
-def test_muon_keeps_its_rate_and_one_that_is_matched_with_adamw_loses_what_that_adds():
-    """An update of a square matrix has the spectral norm rate x 1 (original), x 0.2 sqrt(width)."""
-    for adjust, factor in (("original", 1.0), ("match_rms_adamw", 0.5)):
-        model = mup(gpt2)
-        found = rates(model, muon.muon(model, lr=0.02, weight_decay=0.3, adjust_lr=adjust))
-        for name, (lr, decay) in found.items():
-            inside = name.startswith("blocks.") and decay > 0
-            assert lr == pytest.approx(0.02 * (factor if inside else 1.0)), name
-            assert lr * decay == pytest.approx(0.02 * 0.3 if decay else 0.0), name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -169,20 +166,13 @@ def test_the_package_has_the_formulas_of_this_file():
         torch.testing.assert_close(shared(x), want)
 
 
-def test_what_has_no_rule_is_refused():
-    with pytest.raises(ConfigError, match=r"base_width=null: model\.parametrization=mup needs"):
-        gpt2(WIDTH, parametrization="mup")
-    model = mup(gpt2)
-    with pytest.raises(ConfigError, match="has no rule for Rprop: Adam's holds where each entry"):
-        groups.by_width(model, [torch.optim.Rprop(model.parameters())])
-
-
 @pytest.mark.parametrize(
     ("name", "rule"),
     [("pytorch_optimizer.AdEMAMix", True), ("pytorch_optimizer.Lion", True),
      ("schedulefree.AdamWScheduleFree", True), ("torchao.optim.AdamW8bit", True),
      ("pytorch_optimizer.SOAP", False), ("schedulefree.SGDScheduleFree", False),
-     ("torch.optim.Adafactor", False), ("pytorch_optimizer.Yogi", False)],
+     ("torch.optim.Adafactor", False), ("torch.optim.Rprop", False),
+     ("pytorch_optimizer.Yogi", False)],
 )  # fmt: skip
 def test_optimizers_of_libraries_have_adams_rule_where_it_holds(name, rule):
     """Where each entry is updated by itself, and gradients 64 times as large make one update."""
@@ -195,6 +185,11 @@ def test_optimizers_of_libraries_have_adams_rule_where_it_holds(name, rule):
     found = rates(model, built)
     for name, dims in infinite(gpt2).items():
         assert found[name][0] == pytest.approx(0.02 * package_adam(dims), rel=1e-6), name
+
+
+def test_a_width_needs_a_base():
+    with pytest.raises(ConfigError, match=r"base_width=null: model\.parametrization=mup needs"):
+        gpt2(WIDTH, parametrization="mup")
 
 
 RUN = [*TINY, "model.parametrization=mup", "model.base_width=4", "data=synthetic",
