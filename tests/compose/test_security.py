@@ -31,10 +31,11 @@ from llmexp.folders import ending, rundir
 from llmexp.sweep import slurm
 from llmexp.sweep.points import point_label
 from llmexp.system import redact
-from tests.conftest import ASSETS, ROOT, TINY, Result, llmexp
+from tests.conftest import ASSETS, ROOT, TINY, llmexp
 from tests.tools import composed
 
-SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+DATA = ["data=synthetic", "data.n_tokens=5000"]
+SYNTHETIC = [*TINY, *DATA]
 KEY, NETRC_KEY, NOTE = "canary-key-0123456789", "canary-netrc-987654321", "canary-note-555"
 RATE, TOKEN = "0.0012345678", "canary-token-24680"
 CANARIES = (KEY, NETRC_KEY, NOTE, TOKEN, "canary-folder")
@@ -63,60 +64,52 @@ def holding(path: Path, *canaries: str) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
-    """A run that was told everything by oc.env and fails with all its environment in the error."""
-    cwd = tmp_path_factory.mktemp("secrets")
-    data = cwd / "canary-folder"
+def test_no_file_of_a_run_holds_what_came_from_the_environment(tmp_path):
+    """It was told everything by oc.env, and fails with all its environment in the error; another
+    value of a variable makes another run, a renewed secret does not."""
+    folder = tmp_path / "run"
+    data = tmp_path / "canary-folder"
     data.mkdir()
     np.save(data / "train.npy", (np.arange(3000) % 50).astype(np.uint16))
-    (cwd / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
     env = {"WANDB_API_KEY": KEY, "CANARY_NOTE": NOTE, "CANARY_RATE": RATE, "HF_TOKEN": TOKEN}
-    env |= {"CANARY_DATA": str(data), "HOME": str(cwd)}
-    without = ("n_layers", "n_heads", "d_model", "d_ff", "gelu", "residual", "dropout",
-               "max_position_embeddings", "parametrization")  # fmt: skip
-    model = ["model._target_=own.tricks.Model", "+model.secret=${oc.env:HF_TOKEN}"]
-    told = ["tracker.notes=about ${oc.env:CANARY_NOTE}", "optimizer.lr=${oc.env:CANARY_RATE}",
-            "data=tokens", "data.train_files=${oc.env:CANARY_DATA}/train.npy"]  # fmt: skip
-    steps = ["checkpoint.every=2", "train.max_steps=4", "train.log_every=1"]
-    result = llmexp(
-        "train", "--allow=own", *model, *(f"~model.{name}" for name in without),
-        *(o for o in TINY if not o.startswith(("model", "tracker"))), "tracker.mode=offline",
-        *told, *steps, "hooks=[own.tricks.breaks]", "hydra.run.dir=run", cwd=cwd, **env,
-    )  # fmt: skip
-    return cwd, env, result
-
-
-def test_no_file_of_a_run_holds_what_came_from_the_environment(broken):
-    _, _, result = broken
+    env |= {"CANARY_DATA": str(data), "HOME": str(tmp_path)}
+    theirs = ("n_layers", "n_heads", "d_model", "d_ff", "gelu", "residual", "dropout",
+              "max_position_embeddings", "parametrization")  # fmt: skip
+    told = [
+        "model._target_=own.tricks.Model", "+model.secret=${oc.env:HF_TOKEN}", "data=tokens",
+        "data.train_files=${oc.env:CANARY_DATA}/train.npy", "optimizer.lr=${oc.env:CANARY_RATE}",
+        "tracker.mode=offline", "tracker.notes=about ${oc.env:CANARY_NOTE}",
+        *(f"~model.{name}" for name in theirs),
+        *(word for word in TINY if not word.startswith(("model", "tracker"))),
+    ]  # fmt: skip
+    steps = ["checkpoint.every=2", "train.max_steps=4", "train.log_every=1", "hydra.run.dir=run"]
+    own = ["--allow=own", "hooks=[own.tricks.breaks]"]
+    result = llmexp("train", *own, *told, *steps, cwd=tmp_path, **env)
     assert result.code == 3, result.err
-    assert holding(result.folder, *CANARIES) == []
+    assert holding(folder, *CANARIES) == []
     assert not [text for text in CANARIES if text in result.err]
     error = result.json("status.json")["error"]
     assert "my own environment is" in error
     assert "<$WANDB_API_KEY>" in error
     # The rate itself is a figure of the rows; but no record has it from the environment.
-    names = ("config.yaml", "run.json", "status.json")
-    assert RATE not in "".join((result.folder / name).read_text() for name in names)
-    config = rundir.read_config(result.folder)
+    for name in ("config.yaml", "run.json", "status.json"):
+        assert RATE not in (folder / name).read_text()
+    config = rundir.read_config(folder)
     assert config["optimizer"]["lr"] == "${oc.env:CANARY_RATE}"
     assert config["data"]["train_files"] == "${oc.env:CANARY_DATA}/train.npy"
     assert config["tracker"]["notes"] == "about ${oc.env:CANARY_NOTE}"
     assert "optimizer.lr=${oc.env:CANARY_RATE}" in result.json("run.json")["overrides"]
-    assert list(result.folder.rglob("*.wandb"))
+    assert list(folder.rglob("*.wandb"))
     assert max(row["lr"] for row in result.rows()) == float(RATE)
-
-
-def test_a_variable_that_changed_is_another_run_and_a_renewed_secret_is_not(broken):
-    cwd, env, result = broken
     without = {k: v for k, v in env.items() if k != "CANARY_RATE"}
-    for given_env in (env | {"CANARY_RATE": "0.5"}, without):
-        refused = llmexp("resume", "run", "--allow=own", cwd=cwd, **given_env)
+    for other in (env | {"CANARY_RATE": "0.5"}, without):
+        refused = llmexp("resume", "run", "--allow=own", cwd=tmp_path, **other)
         assert (refused.code, "CANARY_RATE" in refused.err) == (2, True), refused.err
     renewed = env | {"WANDB_API_KEY": KEY[::-1]}
-    again = llmexp("resume", "run", "--allow=own", "hooks=[]", cwd=cwd, **renewed)
+    again = llmexp("resume", "run", "--allow=own", "hooks=[]", cwd=tmp_path, **renewed)
     assert again.code == 0, again.err
-    assert holding(result.folder, *CANARIES, KEY[::-1]) == []
+    assert holding(folder, *CANARIES, KEY[::-1]) == []
     assert [row["step"] for row in result.rows()] == [1, 2, 3, 4]
 
 
@@ -174,9 +167,8 @@ def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
     """The reason why a point cannot run repeats the path that was not found."""
     shutil.copy(tokens, tmp_path / "train.npy")
     result = llmexp(
-        "train", "-m", *TINY, "data=tokens",
-        "data.train_files=train.npy,'${oc.env:CANARY_DATA}/none.npy'",
-        "train.max_steps=1", "sweep.on_infeasible=skip", "hydra.sweep.dir=sweep",
+        "train", "-m", *TINY, "data=tokens", "train.max_steps=1", "sweep.on_infeasible=skip",
+        "data.train_files=train.npy,'${oc.env:CANARY_DATA}/none.npy'", "hydra.sweep.dir=sweep",
         cwd=tmp_path, CANARY_DATA="canary-folder", WANDB_API_KEY=KEY,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -189,26 +181,24 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     monkeypatch.setenv("CANARY_DATA", str(tmp_path / "canary-folder"))
     (tmp_path / "canary-folder").mkdir()
     (tmp_path / "canary-folder" / "train.npy").write_bytes(b"x" * 10)
-    files = {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": 1}
-    (tmp_path / "run.json").write_text(json.dumps({"data_files": files}))
+    name = "${oc.env:CANARY_DATA}/train.npy"
+    (tmp_path / "run.json").write_text(json.dumps({"data_files": {name: 1000, "x": 1}}))
     told = ending.bus_error(tmp_path, -signal.SIGBUS)
-    assert (
-        "${oc.env:CANARY_DATA}/train.npy: this token file was truncated from 1,000 to 10 bytes"
-        in told
-    )
+    assert f"{name}: this token file was truncated from 1,000 to 10 bytes" in told
     assert "canary-folder" not in told
 
 
-@pytest.mark.parametrize("given", ["10000000", "${oc.env:MAX_TOKENS}"])
-def test_names_that_only_sound_like_secrets_are_none(home, monkeypatch, capsys, given):
+def test_names_that_only_sound_like_secrets_are_none(home, monkeypatch, capsys):
     """A launch script's counts and words, in a config and in a message; keys of a config."""
     for name in ("MAX_TOKENS", "NUM_TOKENS", "TRAIN_TOKENS", "MAX_TOKEN", "LAST_KEY"):
         monkeypatch.setenv(name, "10000000")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(home))
     monkeypatch.setenv("SORT_KEY", "val/loss")
-    budget = ["train.max_steps=null", f"train.max_tokens={given}", "tracker.notes=by val/loss"]
-    assert run(["plan", *SYNTHETIC, *budget, f"+user.home={home}"]) == 0
-    assert capsys.readouterr().err == ""
+    for given_tokens in ("10000000", "${oc.env:MAX_TOKENS}"):
+        budget = ["train.max_steps=null", f"train.max_tokens={given_tokens}"]
+        notes = ["tracker.notes=by val/loss", f"+user.home={home}"]
+        assert run(["plan", *SYNTHETIC, *budget, *notes]) == 0
+        assert capsys.readouterr().err == ""
     assert redact.redacted("the sort key val/loss") == "the sort key val/loss"
     assert redact.secrets() == {}
     names = ("tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary")
@@ -283,15 +273,16 @@ def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch)
         targets.locate("model._target_", "own.tricks.alias.system")
 
 
-@pytest.mark.parametrize("section", ["model", "data", "tokenizer", "optimizer", "schedule"])
-@pytest.mark.parametrize("word", targets.RESERVED)
-def test_nothing_is_called_from_inside_a_section(section, word):
-    for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
-        with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
-            targets.bind(section, {"_target_": "llmexp.optim.optimizers.adamw.adamw", **nested}, {})
-    if word != "_target_":
-        with pytest.raises(ConfigError, match=f"{section}.{word}"):
-            targets.refuse_calls(section, {word: "x"})
+def test_nothing_is_called_from_inside_a_section():
+    adamw = {"_target_": "llmexp.optim.optimizers.adamw.adamw"}
+    for section in ("model", "data", "tokenizer", "optimizer", "schedule"):
+        for word in targets.RESERVED:
+            for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
+                with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
+                    targets.bind(section, adamw | nested, {})
+            if word != "_target_":
+                with pytest.raises(ConfigError, match=f"{section}.{word}"):
+                    targets.refuse_calls(section, {word: "x"})
 
 
 def looked_at(own: object) -> None:
@@ -301,28 +292,28 @@ def looked_at(own: object) -> None:
     security.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
 
 
-@pytest.mark.parametrize(
-    ("own", "says"),
-    [
+def test_what_hydra_would_call_is_refused_and_plain_sweepers_and_launchers_are_not(home):
+    for own, says in (
         ({"sweeper": "${x.section}"}, r"hydra\.sweeper="),
         ({"job": "${x.section}"}, r"hydra\.job\.env_set: "),
         ({"sweeper": {"max_batch_size": {"_target_": "os.system"}}}, r"max_batch_size\._target_"),
         ({"sweeper": {"max_batch_size": "${oc.select:x.section}"}}, "max_batch_size="),
-    ],
-)
-def test_what_hydra_would_call_is_refused(home, own, says):
-    with pytest.raises(ConfigError, match=says):
-        looked_at(own)
-    assert not (home / "canary").exists()
-
-
-def test_plain_sweepers_and_launchers_are_not_refused():
+    ):
+        with pytest.raises(ConfigError, match=says):
+            looked_at(own)
     looked_at({
         "sweeper": {"_target_": security.SWEEPER, "params": {"optimizer.lr": "${x.number},4"}},
         "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher",
                      "setup": ["module load ${x.number}"], "partition": "${x.text}"},
         "job_logging": security.NO_LOGGING, "callbacks": {}, "job": {"env_set": {}, "env_copy": []},
     })  # fmt: skip
+    # also in what Hydra composes by itself after the config that the command has seen
+    with app.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
+        hydra.config_loader.load_sweep_config(
+            app.compose(hydra, SYNTHETIC, multirun=True)[0],
+            ["+hydra.callbacks.x={_target_:os.makedirs,name:canary}"],
+        )
+    assert not (home / "canary").exists()
 
 
 def test_what_a_command_line_alone_may_say_is_not_recorded():
@@ -359,45 +350,34 @@ def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch):
         slurm.check(slurm.Knobs(**values | {"timeout_min": 2}))
 
 
-def test_every_config_that_hydra_composes_is_looked_at(home):
-    """Also those that it composes by itself after the one that the command has seen."""
-    with app.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
-        hydra.config_loader.load_sweep_config(
-            app.compose(hydra, [*TINY, "data=synthetic"], multirun=True)[0],
-            ["+hydra.callbacks.x={_target_:os.makedirs,name:canary}"],
-        )
-    assert not (home / "canary").exists()
-
-
-@pytest.mark.parametrize("way", ["--config-dir", "file", "pkg"])
-def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(home, way, monkeypatch):
+def test_a_config_whose_aliases_make_it_endless_is_refused_wherever_it_is(home, monkeypatch):
     (home / "endless" / "experiment").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(home))
     monkeypatch.setenv("LLMEXP_ALLOW", "endless")
     (home / "endless" / "__init__.py").touch()
     lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     (home / "endless" / "experiment" / "mine.yaml").write_text("\n".join(["a0: &a0 1", *lines]))
-    place = {"file": f"file://{home}/endless", "pkg": "pkg://endless"}
-    more = [f"hydra.searchpath=[{place[way]}]"] if way in place else []
-    with (
-        app.hydra_app(None if more else "endless", more) as hydra,
-        pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
-    ):
-        app.compose(hydra, [*SYNTHETIC, "experiment=mine", *more])
+    for place in ("", f"file://{home}/endless", "pkg://endless"):
+        more = [f"hydra.searchpath=[{place}]"] if place else []
+        with (
+            app.hydra_app(None if more else "endless", more) as hydra,
+            pytest.raises(ConfigError, match=r"mine\.yaml: .*more than 10,000 values"),
+        ):
+            app.compose(hydra, [*SYNTHETIC, "experiment=mine", *more])
 
 
 # Run folders of others.
 
 
-@pytest.mark.parametrize("text", ["x: !!python/object/apply:os.system ['touch canary']", "\0\1"])
-def test_the_config_of_another_runs_nothing_where_others_are_shown(home, capsys, text):
+def test_the_config_of_another_runs_nothing_where_others_are_shown(home, capsys):
     (home / "run").mkdir()
-    (home / "run" / "config.yaml").write_text(text)
     (home / "run" / "run.json").write_text("{}")
-    for command in (["compare", "run"], ["runs", "run"]):
-        run(command)
-        assert "Traceback" not in capsys.readouterr().err
-        assert not (home / "canary").exists()
+    for text in ("x: !!python/object/apply:os.system ['touch canary']", "\0\1"):
+        (home / "run" / "config.yaml").write_text(text)
+        for command in ("compare", "runs"):
+            run([command, "run"])
+            assert "Traceback" not in capsys.readouterr().err
+    assert not (home / "canary").exists()
 
 
 STRANGE = {
@@ -407,34 +387,33 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("place", STRANGE)
 @pytest.mark.usefixtures("forking")
 def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
-    runs, tmp_path, monkeypatch, capfd, place
+    runs, tmp_path, monkeypatch, capfd
 ):
     """By each command that opens one, before anything is written; wandb keeps links of its own."""
     monkeypatch.chdir(tmp_path)
-    words = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.seed=1"]
-    runs.copy(tmp_path / "sweep", "-m", *words)
-    point = Path("sweep/0-run")
-    (point / "wandb").mkdir()
-    (point / "wandb" / "latest-run").symlink_to("nowhere")
-    rundir.check_plain(Path("sweep"))
-    make, kind = STRANGE[place]
-    (point / place).unlink(missing_ok=True)
-    make(point / place)
-    before = sorted(str(p) for p in Path("sweep").rglob("*"))
-    commands = [["resume", str(point)], ["resume", "sweep"], ["sample", str(point)],
-                ["compare", "sweep"], ["sync", "--dry-run", "sweep"]]  # fmt: skip
-    if place == "metrics.jsonl":  # these take longer
-        commands += [["train", "-m", *TINY, *words, "sweep.resume=sweep"],
-                     ["train", *TINY, *words, f"hydra.run.dir={point}"]]  # fmt: skip
-    for command in commands:
-        assert run(command) == (1 if command[0] == "sync" else 2), command
-        out, err = capfd.readouterr()
-        assert f"{point / place}: is {kind}; the folder" in out + err, (command, out, err)
-        assert "Traceback" not in err
-    assert sorted(str(p) for p in Path("sweep").rglob("*")) == before
+    words = [*DATA, "train.max_steps=3", "train.seed=1"]
+    for number, (place, (make, kind)) in enumerate(STRANGE.items()):
+        sweep, point = f"sweep{number}", Path(f"sweep{number}/0-run")
+        runs.copy(tmp_path / sweep, "-m", *words)
+        (point / "wandb").mkdir()
+        (point / "wandb" / "latest-run").symlink_to("nowhere")
+        rundir.check_plain(Path(sweep))
+        (point / place).unlink(missing_ok=True)
+        make(point / place)
+        before = sorted(str(p) for p in Path(sweep).rglob("*"))
+        commands = [["resume", str(point)], ["resume", sweep], ["sample", str(point)],
+                    ["compare", sweep], ["sync", "--dry-run", sweep]]  # fmt: skip
+        if place == "metrics.jsonl":  # these take longer
+            commands += [["train", "-m", *TINY, *words, f"sweep.resume={sweep}"],
+                         ["train", *TINY, *words, f"hydra.run.dir={point}"]]  # fmt: skip
+        for command in commands:
+            assert run(command) == (1 if command[0] == "sync" else 2), command
+            out, err = capfd.readouterr()
+            assert f"{point / place}: is {kind}; the folder" in out + err, (command, out, err)
+            assert "Traceback" not in err
+        assert sorted(str(p) for p in Path(sweep).rglob("*")) == before
 
 
 # Names.
