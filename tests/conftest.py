@@ -61,9 +61,10 @@ geometry security fitting planning types refusals library memory agent window_lo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder of runs for all processes of the tests."""
+    """One folder of runs and one token file for all processes of the tests."""
     if RUNS not in os.environ:
         os.environ[RUNS] = tempfile.mkdtemp(prefix="llmexp-runs-")
+        write_tokens(Path(os.environ[RUNS], "train.npy"))
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(RUNS)))
 
 
@@ -238,5 +239,5 @@ def write_tokens(path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "train.npy")
+def tokens() -> Path:
+    return Path(os.environ[RUNS], "train.npy")

@@ -116,20 +116,9 @@ def same_state(a: Path, b: Path) -> None:
     names = [[file.name for file in sorted(path.glob("*.safetensors"))] for path in (a, b)]
     assert names[0] == names[1]
     for name in names[0]:
-        first, second = load_file(a / name), load_file(b / name)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[k], second[k]) for k in first)
-    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(
-        torch.load(b / "state.pt", weights_only=True)
-    )
-
-
-def _flat(value):
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {k: _flat(v) for k, v in value.items()}
-    return [_flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+        assert equal(load_file(a / name), load_file(b / name)), name
+    states = [torch.load(path / "state.pt", weights_only=True) for path in (a, b)]
+    assert equal(*states)
 
 
 def equal(a: Any, b: Any) -> bool:
