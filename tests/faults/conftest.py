@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY, Result, train
+from tests.conftest import TINY, Result
 from tests.faults.helpers import SETTINGS
+from tests.runs import Runs
 
 
 @pytest.fixture(scope="session")
@@ -12,6 +13,6 @@ def settings(tokens: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def whole(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Result:
+def whole(runs: Runs, tokens: Path) -> Result:
     """The run that nothing disturbs."""
-    return train(tmp_path_factory.mktemp("whole"), "run", *settings)
+    return runs(*SETTINGS, f"data.train_files=[{tokens}]")

@@ -1,5 +1,5 @@
-"""What the tests of faults share: the undisturbed run, a small file system, what a failure message
-must hold."""
+"""What the tests of faults share: the undisturbed run, a small file system, how a run fails and
+goes on."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ SETTINGS = [
     "precision.growth_interval=4",
 ]  # fmt: skip
 LAST = 24
+TWO = ["parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
+PLANNED = ["--allow", "own", "hooks=[own.faults.act]"]
+AGAIN = "if its weights are still good, from there with other settings: llmexp train fork.run=run"
 
 
 def without_scale(settings: list[str]) -> list[str]:
@@ -49,43 +53,50 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
-def assert_says(err: str, *, what: str, where: str, intact: str, command: str) -> str:
-    """The one line of a failure, with all that it must hold; returns the line."""
-    lines = [line for line in err.splitlines() if line.startswith("llmexp: training failed: ")]
-    assert len(lines) == 1, err
-    for part in (what, where, intact, f": {command}"):
-        assert part in lines[0], (part, lines[0])
-    assert "Traceback" not in err
-    return lines[0]
+def fails(
+    cwd: Path,
+    *arguments: str,
+    says: list[str],
+    step: int | None,
+    then: str = "to continue: llmexp resume run",
+    **env: str,
+) -> Result:
+    """The run in the folder `run`, which fails: its status says why, and one line the same, its
+    last checkpoint (any, without `step`) and what to do then."""
+    failed = replace(llmexp(*arguments, cwd=cwd, **env), folder=cwd / "run")
+    assert failed.code == 3, failed.err
+    status = failed.json("status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert not [part for part in says if part not in status["error"]], status["error"]
+    last = r"\d{8}" if step is None else f"{step:08d}"
+    line = f"llmexp: training failed: {re.escape(status['error'])}; the last checkpoint is "
+    line += f"step_{last}; {re.escape(then)}"
+    assert len(re.findall(f"^{line}", failed.err, re.M)) == 1, (line, failed.err)
+    assert "Traceback" not in failed.err
+    return failed
 
 
-def go_on(err: str, cwd: Path) -> Result:
-    """Runs the command that a message ends with."""
-    found = re.search(r"to continue: (llmexp .*)$", err, re.M)
-    assert found, err
-    command = shlex.split(found.group(1))
-    done = llmexp(*command[1:], cwd=cwd)
-    return Result(done.code, done.out, done.err, cwd / command[2])
-
-
-def assert_status(run: Result, state: str, code: int | None, error: str | None) -> None:
-    """`error`: a part of it, or None where there must be none."""
-    status = run.json("status.json")
-    assert (status["state"], status["exit_code"]) == (state, code), status
-    assert status["error"] is None if error is None else error in status["error"], status
+def goes_on(failed: Result, whole: Result, *more: str) -> Result:
+    """Run the command that a message ends with, to the end of the undisturbed run."""
+    found = re.search(r"to continue: llmexp (.*)$", failed.err, re.M)
+    assert found, failed.err
+    done = llmexp(*shlex.split(found[1]), *more, cwd=failed.folder.parent)
+    assert done.code == 0, done.err
+    assert_as_undisturbed(failed, whole)
+    return done
 
 
 def assert_whole_files(folder: Path) -> None:
-    """No temporary is left, every file can be read as what it is."""
-    left = [p for p in folder.rglob("*") if p.name.endswith((".tmp", ".part")) or ".tmp." in p.name]
-    assert left == []
+    """No temporary is left, every row can be read."""
+    assert not [p for p in folder.rglob("*") if re.search(r"\.(tmp|part)$|\.tmp\.", p.name)]
     text = (folder / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     assert all(json.loads(line)["step"] for line in text.splitlines())
 
 
 def assert_as_undisturbed(run: Result, whole: Result) -> None:
-    assert_status(run, "finished", 0, None)
+    status = run.json("status.json")
+    assert [status[key] for key in ("state", "exit_code", "error")] == ["finished", 0, None]
     assert [row["step"] for row in run.rows()] == list(range(1, LAST + 1))  # each step once
     assert exact(run) == exact(whole)
     same_state(run.checkpoint(LAST), whole.checkpoint(LAST))

@@ -42,6 +42,12 @@ def _hold(name: str) -> None:
         time.sleep(0.02)
 
 
+def _turn_back(seconds: str) -> None:
+    """Turn back the clock of the wall; the monotonic ones never jump."""
+    real = time.time
+    time.time = lambda: real() - float(seconds)
+
+
 def _raise(text: str) -> None:
     raise RuntimeError(text or "on purpose")
 
@@ -49,14 +55,13 @@ def _raise(text: str) -> None:
 ACTIONS = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda _: os.kill(os.getpid(), signal.SIGTERM),
-    "interrupt": lambda _: os.kill(os.getpid(), signal.SIGINT),
     "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda code: os._exit(int(code)),
     "raise": _raise,
     "sleep": lambda seconds: time.sleep(float(seconds)),
     "hold": _hold,
+    "back": _turn_back,
     "touch": lambda name: Path(name).touch(),
-    "cut": lambda words: os.truncate(words.split()[0], int(words.split()[1])),
     "full": _fill,
     "room": lambda folder: os.unlink(os.path.join(folder, "ballast")),
     "ro": lambda folder: subprocess.run(["mount", "-o", "remount,ro", folder], check=True),
@@ -87,3 +92,20 @@ def no_room(event, context):
     """Kill rank 1, as a host of its own would, where it has more than two sequences at a time."""
     if os.environ["RANK"] == "1" and context.run.micro_batch_size > 2:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hungry(event, context):
+    """From step 7 on have the model ask for 400 MiB, with 100 left by what FAULT_MEMORY names:
+    `ulimit`, or the folder of a memory cgroup."""
+    where = os.environ.get("FAULT_MEMORY")
+    if not where or (event, context.step) != ("step_start", 7):
+        return
+    if where == "ulimit":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + 100 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, -1))
+    else:
+        Path(where, "cgroup.procs").write_text(str(os.getpid()))
+    import torch
+
+    context.model.register_forward_pre_hook(lambda *_: [torch.ones(100 * 2**20), None][1])

@@ -67,6 +67,6 @@ def show_recompiles(event, context):
     torch._logging.set_logs(recompiles=True)
 
 
-def slow_disk(event, context, fsync=os.fsync):
+def slow_disk(event, context, seconds=0.2, fsync=os.fsync):
     """Have each flush to the disk take a while, so that a save can be met."""
-    os.fsync = lambda file: (time.sleep(0.2), fsync(file))[1]
+    os.fsync = lambda file: (time.sleep(seconds), fsync(file))[1]
