@@ -15,32 +15,23 @@ import pytest
 from rich.cells import cell_len
 
 import llmexp
-from llmexp.__main__ import run
 from llmexp.compare.comparing import compare
 from llmexp.compare.records import difference
 from llmexp.compare.table import to_markdown
 from llmexp.folders.rundir import locked
 from llmexp.system import fileio
 from llmexp.system.text import gib, readable_size, rounded, shown, with_interval
-from tests.compare.synthetic import (
-    make_case,
-    make_run,
-    read_rows,
-    write_rows,
-    write_steps,
-)
+from tests.compare.synthetic import make_case, make_run, read_rows, write_rows, write_steps
 from tests.conftest import HANG_S
 from tests.tools import printed, run_here
 
 ACCUM, LIMIT = "batch.gradient_accumulation_steps", "clip.max_norm"
+PAIR = [{"accumulation": a, "micro": 8 // a, "max_norm": {0.5: 0.01, 1.0: 0.02}} for a in (1, 2)]
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    rows = [
-        {"accumulation": a, "micro": 8 // a, "max_norm": {0.5: 0.01, 1.0: 0.02}} for a in (1, 2)
-    ]
-    return make_case(tmp_path / "s", rows, [LIMIT, ACCUM])
+    return make_case(tmp_path / "s", PAIR, [LIMIT, ACCUM])
 
 
 def text_of(path, width: int, monkeypatch) -> str:
@@ -50,54 +41,43 @@ def text_of(path, width: int, monkeypatch) -> str:
     return text
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200, 400])
-def test_the_table_fits_and_keeps_settings_marks_and_metric(sweep, monkeypatch, words, width):
-    text = text_of(sweep, width, monkeypatch)
-    words("compare/widths", text, str(width))
-    if width >= 40:
-        rows = [line.split()[:4] for line in text.splitlines()]
-        for found in llmexp.compare(sweep).data["runs"]:
-            accum, limit = (part.partition("=")[2] for part in found["label"].split())
-            assert rows.count([accum, limit, found["mark"], f"{found['val/loss']:.5g}"]) == 1
+LONG_NAMES = [{"name": f"{'x' * 45}{end}", "offset": 0.01 * i} for i, end in enumerate("abc")]
+TABLES = {
+    "widths": (PAIR, (20, 40, 60, 120, 400)),
+    # In a very narrow terminal the first name gives way, and what is at the end is cut.
+    "narrow": ([{"max_norm": i * 1.0, "optimizer.beta2": i * 0.9, "schedule.warmup_steps": i,
+                 "optimizer.lr": i * 0.1, "offset": i * 0.1} for i in (1, 2)], (40,)),
+    "a key of one long word": ([{"optimizer.preconditioned_every": {1: 0.1, 2: 0.2}}], (80,)),
+    "a norm without a limit": ([{"max_norm": None}, {"max_norm": None, "clip.kind": "value",
+                                                     "clip.max_value": 0.1}], (80,)),
+    "long names that differ at their end": (LONG_NAMES, (120, 50)),
+    "markup": ([{"name": "[red]x[bold]|`=1\x1b[31m"}, {"name": "b"}], (80,)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rows", "width"),
-    [
-        # In a very narrow terminal the first name gives way, and what is at the end is cut.
-        ([{"max_norm": i * 1.0, "optimizer.beta2": i * 0.9, "schedule.warmup_steps": i,
-           "optimizer.lr": i * 0.1, "offset": i * 0.1} for i in (1, 2)], 40),
-        # The title of a key of one long word is whole.
-        ([{"optimizer.preconditioned_every": {1: 0.1, 2: 0.2}}], 80),
-        # A norm without a limit has none beside it.
-        ([{"max_norm": None}, {"max_norm": None, "clip.kind": "value", "clip.max_value": 0.1}], 80),
-        # Long names that differ at their end are told apart.
-        ([{"name": f"{'x' * 45}{end}", "offset": 0.01 * i} for i, end in enumerate("abc")], 120),
-        ([{"name": f"{'x' * 45}{end}", "offset": 0.01 * i} for i, end in enumerate("abc")], 50),
-        ([{"name": "[red]x[bold]|`=1\x1b[31m"}, {"name": "b"}], 80),
-    ],
-    ids=["narrow", "long key", "no limit", "long names", "cut names", "markup"],
-)  # fmt: skip
-def test_titles_names_and_markup_in_tables(tmp_path, monkeypatch, words, request, rows, width):
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_and_keep_settings_marks_and_metric(tmp_path, monkeypatch, words, name):
+    rows, widths = TABLES[name]
     folder = make_case(tmp_path / "s", rows)
-    text = text_of(folder, width, monkeypatch)
-    assert "\x1b" not in text
-    words("compare/tables", text, request.node.callspec.id)
+    for width in widths:
+        text = text_of(folder, width, monkeypatch)
+        assert "\x1b" not in text
+        words("compare/tables", text, f"{name}, {width} columns")
     lines = to_markdown(compare([folder])).splitlines()
     bars = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
     assert len(bars) == 1
 
 
 def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_file(
-    sweep, tmp_path, capsys
+    sweep, tmp_path, capfd, monkeypatch
 ):
-    assert run(["compare", str(sweep), "--json"]) == 0
-    text = capsys.readouterr().out
+    text = run_here(capfd, "compare", str(sweep), "--json").out
     whole = printed("compare", text)
     assert whole == llmexp.compare(sweep).data
     files = [tmp_path / f"t.{form}" for form in ("json", "csv", "md")]
-    assert run(["compare", str(sweep), *(f"--out={path}" for path in files)]) == 0
-    assert "val loss" in capsys.readouterr().out
+    done = run_here(capfd, "compare", str(sweep), *(f"--out={path}" for path in files))
+    assert done.code == 0
+    assert "val loss" in done.out
     as_json, as_csv, as_markdown = (path.read_text() for path in files)
     assert as_json == text
     columns = [column.key for column in compare([sweep]).columns]
@@ -108,8 +88,6 @@ def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_f
     assert as_markdown.count("\n| ") == 2 + 4
     assert whole["headline"].partition(":")[0] in as_markdown
 
-
-def test_a_full_disk_under_the_page_is_named(sweep, capfd, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -119,7 +97,7 @@ def test_a_full_disk_under_the_page_is_named(sweep, capfd, monkeypatch):
     assert done.err.startswith(f"llmexp: --out {sweep / 'page.html'}: could not be written: No spa")
 
 
-def test_a_bad_path_beside_a_run_is_a_line_and_programs_get_errors_as_json(sweep, tmp_path, capfd):
+def test_a_bad_path_beside_a_run_is_a_line_and_alone_an_error_as_json(sweep, tmp_path, capfd):
     (tmp_path / "empty").mkdir()
     done = run_here(capfd, "compare", str(tmp_path / "empty"), str(sweep))
     assert done.code == 0
@@ -130,11 +108,6 @@ def test_a_bad_path_beside_a_run_is_a_line_and_programs_get_errors_as_json(sweep
         assert done.code == 2
         message = json.loads(done.out)["error"]["message"]
         assert f"for example llmexp {command} outputs/default" in message
-        # one that does not exist is misspelt, whatever stands beside it
-        done = run_here(capfd, command, str(sweep), str(tmp_path / "nope"), "--json")
-        assert done.code == 2
-        message = json.loads(done.out)["error"]["message"]
-        assert "nope: there is nothing of that name; a run looks like" in message
 
 
 def test_no_terminal_and_an_ascii_one(tmp_path):
@@ -179,50 +152,37 @@ def test_figures_are_readable(written, values, texts):
     assert [written(value) for value in values] == texts
 
 
-def test_the_list_of_runs_names_its_loss(tmp_path, capfd):
-    """The last val loss that was measured, however far back; a train loss only where there is none,
-    and marked."""
-    evaluated, never = make_run(tmp_path / "evaluated", steps=2000), make_run(tmp_path / "never")
-    for folder, kept in ((evaluated, 400), (never, 0)):
-        (folder / "status.json").write_text('{"state": "preempted"}')
-        rows = read_rows(folder)
-        for row in rows[kept:]:
-            row.pop("val/loss", None)
-        write_rows(folder, rows)
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write('{"step": 9999, "val/loss": 7')  # a torn line
-    val, train = rows_at(evaluated, 399, "val/loss"), rows_at(never, 399, "train/loss")
-    first, second = json.loads(run_here(capfd, "runs", str(tmp_path), "--json").out)["runs"]
-    assert (first["loss_key"], first["loss"], first["step"]) == ("val/loss", val, 2000)
-    assert (second["loss_key"], second["loss"]) == ("train/loss", train)
-    out = run_here(capfd, "runs", str(tmp_path)).out
-    assert f" {val:#.5g} " in out
-    assert f" {train:#.5g} train " in out
-
-
-def rows_at(folder, number: int, key: str) -> float:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[number])[key]
-
-
-def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capfd, monkeypatch, words):
+def test_the_list_of_runs_with_states_sizes_and_losses(sweep, tmp_path, capfd, monkeypatch, words):
+    """The loss is the last val loss that was measured, however far back; a train loss only where
+    there is none, and marked."""
     cut = make_run(tmp_path / "lost", state="running")
     make_run(tmp_path / "bad", state="failed")
     write_steps(make_run(tmp_path / "between", steps=40), [3.0] * 47, [1024] * 47)
     error = {"error": "a long word and others " * 3}
     make_run(tmp_path / "worse", state="failed", status=error)
+    known = {}
+    for name, kept in (("evaluated", 400), ("never", 0)):
+        folder = make_run(tmp_path / name, steps=2000, state="preempted")
+        rows = read_rows(folder)
+        known[name] = rows[399]["val/loss"] if kept else rows[1999]["train/loss"]
+        for row in rows[kept:]:
+            row.pop("val/loss", None)
+        write_rows(folder, rows)
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 9999, "val/loss": 7')  # a torn line
     monkeypatch.chdir(tmp_path)
-    words.hidden |= {
-        r"[0-9.]+ [KM]iB": "SIZE",
-        r"[\d.]+[smhd]( \d+[smhd])?\b": "AGE",
-        " +": " ",
-    }
+    size_and_age = {r"[0-9.]+ [KM]iB": "SIZE", r"[\d.]+[smhd]( \d+[smhd])?\b": "AGE", " +": " "}
+    words.hidden |= size_and_age
     for width in (100, 40):
         monkeypatch.setenv("COLUMNS", str(width))
         words("compare/runs", run_here(capfd, "runs", ".").out, f"{width} columns")
     assert run_here(capfd, "runs", "lost").out.splitlines()[1] == "."  # the folder that it lies in
-    found = json.loads(run_here(capfd, "runs", "--json", ".").out)["runs"]
-    # one stopped between two rows: its last step counts
-    assert {one["name"]: one["step"] for one in found}["between"] == 47
+    listed = json.loads(run_here(capfd, "runs", "--json", ".").out)["runs"]
+    found = {one["name"]: one for one in listed}
+    assert found["between"]["step"] == 47  # one stopped between two rows: its last step counts
+    for name, key in (("evaluated", "val/loss"), ("never", "train/loss")):
+        assert (found[name]["loss_key"], found[name]["loss"]) == (key, known[name])
+        assert found[name]["step"] == 2000
     (row,) = json.loads(run_here(capfd, "runs", ".", "--state", "crashed", "--json").out)["runs"]
     assert (row["name"], row["state"], row["step"]) == ("lost", "crashed", 400)
     assert row["size"] >= (cut / "metrics.jsonl").stat().st_size
@@ -263,18 +223,21 @@ def test_only_old_checkpoints_of_finished_runs_go_and_only_when_asked(sweep, tmp
     assert "\n1 checkpoint, " in removed(capfd, tmp_path).out
 
 
-@pytest.mark.parametrize("damage", ["short", "one byte", "missing", "no manifest", "bad manifest"])
+DAMAGE = {
+    "short": ("state.pt", b"x" * 10), "one byte": ("state.pt", b"x" * 8999 + b"y"),
+    "bad manifest": ("manifest.json", b'{"files": ["state.pt"]}'),
+    "missing": ("state.pt", None), "no manifest": ("manifest.json", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_whole_checkpoint_is_kept(tmp_path, capfd, damage):
-    folder = make_run(tmp_path / "a")
+    folder = make_run(tmp_path / "a", steps=2)
     old, whole, torn = (make_checkpoint(folder, step) for step in (5, 50, 100))
-    if damage == "short":
-        (torn / "state.pt").write_bytes(b"x" * 10)
-    elif damage == "one byte":
-        (torn / "state.pt").write_bytes(b"x" * 8999 + b"y")
-    elif damage == "bad manifest":
-        (torn / "manifest.json").write_text('{"files": ["state.pt"]}')
-    else:
-        (torn / {"missing": "state.pt", "no manifest": "manifest.json"}[damage]).unlink()
+    name, content = DAMAGE[damage]
+    (torn / name).unlink()
+    if content is not None:
+        (torn / name).write_bytes(content)
     assert removed(capfd, folder, "--yes").code == 0
     assert [p.is_dir() for p in (old, whole, torn)] == [False, True, False]
     (whole / "state.pt").unlink()
@@ -286,7 +249,7 @@ def test_the_newest_whole_checkpoint_is_kept(tmp_path, capfd, damage):
 
 
 def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capfd):
-    folder = make_run(tmp_path / "a")
+    folder = make_run(tmp_path / "a", steps=2)
     for step in (5, 50):
         make_checkpoint(folder, step)
     (folder / ".lock").touch()
@@ -306,9 +269,8 @@ def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capfd):
 
 def test_names_that_are_no_text_can_be_compared_and_written(tmp_path, capfd):
     """A folder of the byte 0xe9 alone, which is no UTF-8."""
-    folder = make_case(
-        tmp_path / os.fsdecode(b"lat\xe9"), [{"max_norm": {1.0: 1, 2.0: 2}}], [LIMIT]
-    )
+    where = tmp_path / os.fsdecode(b"lat\xe9")
+    folder = make_case(where, [{"max_norm": {1.0: 1, 2.0: 2}}], [LIMIT])
     out = [tmp_path / f"all.{name}" for name in ("html", "csv", "json")]
     done = run_here(capfd, "compare", str(folder), *(f"--out={path}" for path in out))
     assert (done.code, "Traceback" in done.err) == (0, False)
