@@ -55,6 +55,7 @@ def make_run(
     val_every: int = 100,
     step_time: float = 0.5,
     parent: str | None = None,
+    reaches: int | None = None,
     rows: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
     status: dict[str, Any] | None = None,
@@ -63,7 +64,8 @@ def make_run(
     """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its own.
 
     `rows`, `facts` and `status` are added to each row, run.json and status.json; `parent` is the
-    trunk that it goes on from; `clip__kind=` sets clip.kind."""
+    trunk that it goes on from; from the step `reaches` on its val loss is 1, and 2 before;
+    `clip__kind=` sets clip.kind."""
     path.mkdir(parents=True)
     real, length = micro * accumulation, 128
     config = {
@@ -101,7 +103,7 @@ def make_run(
             "tokens_per_sec": 2000.0 + own, "peak_memory_gib": 1.25,
         }  # fmt: skip
         if s % val_every == 0:
-            val = val_loss(s, offset)
+            val = val_loss(s, offset) if reaches is None else 2.0 - (s >= reaches)
             row |= {"val/loss": val, "val/ppl": math.exp(val), "val/bits_per_byte": val / LN_2}
         written.append(row | (rows or {}))
     write_rows(path, written)
@@ -172,6 +174,7 @@ def make_case(path: Path, rows: Sequence[dict[str, Any]], swept: Sequence[str] =
     if swept:
         return make_sweep(path, named, list(swept))
     for i, (name, run) in enumerate(named.items()):
+        run.pop("point", None)
         make_run(path / name, **{"own": i, **run})
     return path
 

@@ -12,7 +12,6 @@ import pytest
 
 import llmexp
 from llmexp.compare.figures import TAIL
-from llmexp.compare.page import page
 from llmexp.compare.reading import read
 from llmexp.folders.find import find
 from llmexp.folders.steps import FIELDS
@@ -141,28 +140,3 @@ def test_halving_goes_by_what_was_evaluated_else_by_the_step(tmp_path, log_every
         for step, byte in ((14, math.inf), (50, at_end)):
             assert score(run, step) == (losses[step - 1] if keys else byte)
         assert score(run, 101) == math.inf
-
-
-RECORD = 8 * len(FIELDS)
-DAMAGE = {
-    "gone": None,
-    "cut": lambda data: data[: -3 * RECORD],
-    "a hole": lambda data: data[:RECORD] + bytes(RECORD) + data[2 * RECORD :],
-    "negative": lambda data: (-np.frombuffer(data)).tobytes(),
-    "huge": lambda data: b"\x7f" * len(data),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_run_whose_steps_are_lost_is_not_compared(tmp_path, kind):
-    rows = [{"max_norm": {1.0: 0.0, 2.0: 0.0}}, {"name": "bad", "max_norm": 3.0, "offset": -1.0}]
-    file = make_case(tmp_path / "s", rows) / "bad/steps.bin"
-    if DAMAGE[kind]:
-        file.write_bytes(DAMAGE[kind](file.read_bytes()))
-    else:
-        file.unlink()
-    answer = llmexp.compare(tmp_path)
-    page(answer.comparison)  # it still has its rows
-    assert sum("steps.bin" in problem for problem in answer.problems) == 1
-    assert [run["mark"] for run in answer.data["runs"]][-1] == "rows lost"
-    assert answer.data["runs"][-1]["train/loss"] is None

@@ -15,7 +15,7 @@ from llmexp.compare.next_step import NEXT_RULES, compared
 from llmexp.compare.screening import design
 from llmexp.folders.ending import COMES_AGAIN
 from llmexp.folders.ledger import read_ledger
-from tests.compare.synthetic import make_case, make_run, make_sweep
+from tests.compare.synthetic import make_case, make_run
 from tests.conftest import ROOT, TINY
 from tests.conftest import llmexp as run_llmexp
 from tests.tools import amend, printed, run_here
@@ -25,33 +25,23 @@ PARSER = OverridesParser.create()
 ROWS = yaml.safe_load((Path(__file__).parent / "next.yaml").read_text())
 
 
-def planted(path: Path, losses: dict[object, float], seeds=(1, 2, 3), *, wobble=0.001,
-            key="optimizer.lr", sweep=True, fixed=(), **more) -> Path:  # fmt: skip
-    """Runs of settings that differ in one number, over seeds that they share."""
-    points = {}
-    for i, (value, loss) in enumerate(losses.items()):
-        for seed in seeds:
-            text = "null" if value is None else value
-            overrides = ["train.max_steps=400", *fixed, f"{key}={text}", f"train.seed={seed}"]
-            own = wobble * np.random.default_rng([i, seed]).normal()
-            points[f"v{value}+seed_{seed}"] = dict(
-                offset=loss + NOISE[seed] + own, seed=seed, facts={"overrides": overrides},
-                point={"overrides": overrides}, **{key.replace(".", "__"): value}, **more,
-            )  # fmt: skip
-    return made(path, points, [key, "train.seed"] if sweep else [])
-
-
-def made(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) -> Path:
-    if swept:
-        return make_sweep(path, points, swept)
-    for label, settings in points.items():
-        make_run(path / label, **{k: v for k, v in settings.items() if k != "point"})
-    return path
-
-
 def told(*overrides: str) -> dict[str, Any]:
     """What says of a run and of its point which overrides made it."""
     return {"facts": {"overrides": [*overrides]}, "point": {"overrides": [*overrides]}}
+
+
+def planted(path: Path, losses: dict[object, float], seeds=(1, 2, 3), *, wobble=0.001,
+            key="optimizer.lr", sweep=True, fixed=(), **more) -> Path:  # fmt: skip
+    """Runs of settings that differ in one number, over seeds that they share."""
+    runs = []
+    for i, (value, loss) in enumerate(losses.items()):
+        for seed in seeds:
+            text = "null" if value is None else value
+            given = told("train.max_steps=400", *fixed, f"{key}={text}", f"train.seed={seed}")
+            own = wobble * np.random.default_rng([i, seed]).normal()
+            run = {"name": f"v{value}+seed_{seed}", "seed": seed, key: value}
+            runs.append(run | {"offset": loss + NOISE[seed] + own} | given | more)
+    return make_case(path, runs, [key, "train.seed"] if sweep else [])
 
 
 def step_of(*paths: Path) -> Any:
@@ -92,7 +82,7 @@ def test_what_is_proposed(tmp_path, monkeypatch, words, row):
             runs.append({k: v for k, v in one.items() if k != "overrides"} | more)
         make_case(path, runs, row.get("swept", ()))
     else:
-        names = ("losses", "seeds", "wobble", "key", "sweep", "fixed")
+        names = ("losses", "seeds", "wobble", "key", "sweep", "fixed", "status")
         planted(path, **{key: row[key] for key in names if key in row})
     if "looks" in row:
         decided(path, row["looks"])
@@ -109,20 +99,11 @@ def test_what_is_proposed(tmp_path, monkeypatch, words, row):
     if "losses" in row:  # runs of 400 steps
         assert step.runs == row.get("cost", 0)
         assert step.tokens == step.runs * 400 * 8 * 128
-        assert (step.hours or 0) == pytest.approx(step.runs * 400 * 0.5 / 3600)
+        beside = row.get("beside", 0)
+        assert step.beside_s == pytest.approx(beside)
+        assert (f"with {beside}s for the start and end of each" in str(step)) == bool(beside)
+        assert (step.hours or 0) == pytest.approx(step.runs * (400 * 0.5 + beside) / 3600)
     words("compare/next", step.why, row["case"])
-
-
-def test_what_runs_take_beside_their_steps_counts_and_is_said(tmp_path):
-    """By their status.json; of a run that went on it has the last part alone."""
-    losses, more = {1e-3: 0.5, 3e-3: 0.0, 1e-2: 0.0}, {"wobble": 0.03}
-    began = {"started": 1.8e9, "ended": 1.8e9 + 400 * 0.5 + 25}
-    step = step_of(planted(tmp_path / "s", losses, status=began, **more))
-    assert step.beside_s == pytest.approx(25)
-    assert step.hours == pytest.approx(step.runs * (400 * 0.5 + 25) / 3600)
-    assert "25s for the start" in str(step)
-    again = {"started": 1.8e9, "ended": 1.8e9 + 60}
-    assert step_of(planted(tmp_path / "t", losses, status=again, **more)).beside_s == 0
 
 
 def test_what_is_left_or_failed_once_goes_first(tmp_path):
@@ -135,20 +116,28 @@ def test_what_is_left_or_failed_once_goes_first(tmp_path):
     assert step_of(path).rule != "rest"
     amend(status, state="preempted")
     assert step_of(path).words == ("resume", str(path))
+    # a seed that is lost, and numbers that are written in two ways, are no error
+    config = path.parent / "b/config.yaml"
+    for name, lr in (("a", "1e-2"), ("b", "0.01"), ("c", "1e-3")):
+        facts = {"overrides": [f"optimizer.lr={lr}"]}
+        folder = path.parent / name
+        make_run(folder, optimizer__lr=float(lr), facts=facts, wobble=0.1 * ord(name))
+    three = [path.parent / name for name in "abc"]
+    assert step_of(*three)
+    config.write_text(config.read_text().replace("seed: 1\n", ""))
+    assert step_of(*three)
 
 
 def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
     sizes = {"optimizer.lr": 0.4, "clip.max_norm": 0.3, "model.dropout": 0.2,
              "optimizer.beta2": 0.1, "schedule.warmup_steps": 0.0}  # fmt: skip
-    points = {}
-    for number, row in enumerate(design(5, 16)):
-        own = dict(zip(sizes, row, strict=True))
-        points[f"p{number}"] = dict(
-            offset=sum(sizes[key] * level for key, level in own.items()), wobble=1e-4,
-            **{key.replace(".", "__"): 0.1 + level for key, level in own.items()},
-            **told(*(f"{key}={0.1 + level}" for key, level in own.items())),
-        )  # fmt: skip
-    path = make_sweep(tmp_path / "s", points, list(sizes))
+    runs = []
+    for levels in design(5, 16):
+        own = {key: 0.1 + level for key, level in zip(sizes, levels, strict=True)}
+        loss = sum(size * level for size, level in zip(sizes.values(), levels, strict=True))
+        given = told(*(f"{key}={value}" for key, value in own.items()))
+        runs.append(own | given | {"offset": loss, "wobble": 1e-4})
+    path = make_case(tmp_path / "s", runs, list(sizes))
     amend(path / "sweep.json", screen=True)
     step = step_of(path)
     assert (step.rule, step.runs) == ("screen", 2 * 2**3)
@@ -157,7 +146,7 @@ def test_of_many_effects_of_a_screen_the_three_largest_are_confirmed(tmp_path):
     ]  # fmt: skip
     assert "optimizer.beta2=0.1" in step.words
     assert "the 3 largest effects are asked for" in step.why
-    fail(path, "3-p3")
+    fail(path, "3-3")
     assert step_of(path).why == "a screen is judged once all of its runs have finished."
 
 
@@ -194,13 +183,3 @@ def test_what_is_proposed_can_be_pasted_and_run(tmp_path):
     done = run_llmexp(*words[1:], "sweep.max_seeds=2", cwd=tmp_path)
     assert done.code == 0, done.err
     assert len(list((tmp_path / "my sweep").glob("*/metrics.jsonl"))) == 4
-
-
-def test_numbers_that_are_written_in_two_ways_and_seeds_that_are_lost_are_no_error(tmp_path):
-    for name, lr in (("a", "1e-2"), ("b", "0.01"), ("c", "1e-3")):
-        facts = {"overrides": [f"optimizer.lr={lr}"]}
-        make_run(tmp_path / name, optimizer__lr=float(lr), facts=facts, wobble=0.1 * ord(name[0]))
-    assert step_of(tmp_path)
-    config = tmp_path / "a/config.yaml"
-    config.write_text(config.read_text().replace("seed: 1\n", ""))
-    assert step_of(tmp_path)

@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llmexp
+from llmexp.compare.page import page
 from llmexp.compare.reading import read, read_columns
 from llmexp.config.values import ConfigError
 from llmexp.folders.find import find
 from llmexp.folders.folder import RunFolder
+from llmexp.folders.steps import FIELDS
 from llmexp.system.redact import clean
 from tests.compare.synthetic import make_case, make_run, make_sweep
-from tests.tools import amend
 
 
 def slow(text: str) -> dict[str, list]:
@@ -57,7 +58,7 @@ def test_what_is_read_is_what_is_there(tmp_path, rows):
 
 def good_and(bad: Path) -> dict[str, Any]:
     """The answer for a good run and a bad one, which has both, as strict JSON."""
-    make_run(bad.parent / "good", max_norm=2.0)
+    make_run(bad.parent / "good", max_norm=2.0, steps=100)
     answer = llmexp.compare(bad.parent)
     assert {run["name"] for run in answer.data["runs"]} == {"good", "bad"}
     for setting in answer.comparison.settings:
@@ -99,74 +100,28 @@ FULL = "a0: &a0 {x: 1, y: 2}\n" + "".join(
 )  # a short YAML that would grow endless
 
 
+TEXTS = [
+    "",
+    "[1]",
+    "{",
+    "a: [",
+    "\0\1",
+    '{"state": 5, "summary": [1], "step": "x"}',
+    "x: &a [*a]",
+    FULL,
+]
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "status.json"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[1]",
-        "{",
-        "a: [",
-        "\0\1",
-        '{"state": 5, "summary": [1], "step": "x"}',
-        "x: &a [*a]",
-        FULL,
-    ],
-)
+@pytest.mark.parametrize("text", TEXTS)
 def test_damaged_files_are_reported_and_passed_over(tmp_path, name, text):
-    (make_run(tmp_path / "bad") / name).write_text(text)
+    (make_run(tmp_path / "bad", steps=100) / name).write_text(text)
     answer = good_and(tmp_path / "bad")
     if text == FULL:
         assert any(f"bad/{name}: cannot be read" in problem for problem in answer["problems"])
     if name == "config.yaml" and "state" not in text:  # no one can say what was trained
         assert {run["name"]: run["mark"] for run in answer["runs"]}["bad"] == "no config"
         assert answer["headline"].startswith("Only setting: good")
-
-
-STAGE = {"from_tokens": 0, "first_step": 0, "first_sequence": 0, "real_batch_size": 8,
-         "gradient_accumulation_steps": 1}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"stages": [STAGE | {"of_tomorrow": 1}]},
-        {"stages": [STAGE | {"real_batch_size": "x"}]},
-        {"stages": "x"},
-        {"sequence_length": "x"},
-        {"parent": 0.5},
-        {"parent": {"step": [], "setting": ["x"]}},
-    ],
-)
-def test_a_run_json_whose_numbers_are_none_does_not_hide_the_other_runs(tmp_path, facts):
-    (key,) = facts
-    bad = make_run(tmp_path / "bad", facts=facts, batch__document_mask=True)
-    assert any(f"bad/run.json: {key}=" in problem for problem in good_and(bad)["problems"])
-    llmexp.compare(tmp_path, align="steps")
-
-
-@pytest.mark.parametrize("lost", ["sequence_length", "tokens_per_step"])
-def test_a_run_json_without_the_batch_is_compared_by_its_rows(tmp_path, lost):
-    for seed in (1, 2):
-        make_run(tmp_path / f"{seed}", seed=seed, batch__document_mask=True)
-    amend(tmp_path / "1" / "run.json", real_batch_size=None, stages=[STAGE], **{lost: None})
-    assert len(llmexp.compare(tmp_path).comparison.taking_part) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"format": 2, "points": []}', "format=2"),
-        ("{", "cannot be read"),
-        ('{"format": 1, "points": 5}', "sweep.json: "),
-    ],
-)
-def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text, said):
-    sweep = make_case(tmp_path / "s", [{"max_norm": {1.0: 0, 2.0: 0}}], ["clip.max_norm"])
-    (sweep / "sweep.json").write_text(text)
-    answer = llmexp.compare(sweep)
-    assert len(answer.data["runs"]) == 2
-    assert sum(said in problem for problem in answer.problems) == 1
 
 
 def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):
@@ -213,41 +168,37 @@ def test_names_are_unique_and_control_characters_are_gone(tmp_path):
     assert all(map(str.isprintable, [*names, clean("a\nb\x1b]0;x\x07\udc80")]))
 
 
-def test_what_only_resume_sets_names_no_run(tmp_path):
-    for every, resume in ((1, "never"), (7, "must")):
-        make_run(tmp_path / f"{every}", train__log_every=every, checkpoint__resume=resume)
-    labels = {run["label"] for run in llmexp.compare(tmp_path).data["runs"]}
-    assert all("log_every=" in label and "resume" not in label for label in labels)
-
-
 def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
-    run = make_run(tmp_path / "a", state="running")
+    run = make_run(tmp_path / "a", state="running", steps=20)
     assert read(find([run])[0])[0].state == "crashed"
     with open(run / ".lock", "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         assert read(find([run])[0])[0].state == "running"
 
 
-@pytest.mark.parametrize("kept", [0, 4, 399])
-def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kept):
-    rows = [{"name": "a"}, {"name": "b", "max_norm": 2.0, "offset": 0.1}]
-    make_case(tmp_path / "s", rows)
-    torn = make_run(tmp_path / "s" / "torn", max_norm=3.0, offset=-1.0)
-    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (torn / "metrics.jsonl").write_text("".join(lines[:kept]))
+RECORD = 8 * len(FIELDS)
+STEPS = {
+    "gone": None,
+    "cut": lambda data: data[: -3 * RECORD],
+    "a hole": lambda data: data[:RECORD] + bytes(RECORD) + data[2 * RECORD :],
+    "negative": lambda data: (-np.frombuffer(data)).tobytes(),
+    "huge": lambda data: b"\x7f" * len(data),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_run_whose_steps_are_lost_is_not_compared(tmp_path, kind):
+    rows = [{"max_norm": {1.0: 0.0, 2.0: 0.0}}, {"name": "bad", "max_norm": 3.0, "offset": -1.0}]
+    file = make_case(tmp_path / "s", rows) / "bad/steps.bin"
+    if STEPS[kind]:
+        file.write_bytes(STEPS[kind](file.read_bytes()))
+    else:
+        file.unlink()
     answer = llmexp.compare(tmp_path)
-    said = "says finished at step 400, but it" + (
-        f"s rows end at {kept}" if kept else " has no rows"
-    )
-    assert sum(said in problem for problem in answer.problems) == 1
-    assert answer.data["align_at"] == 400 * 8 * 128
-    runs = answer.data["runs"]
-    assert [(r["name"], r["mark"]) for r in runs] == [
-        ("a", "lowest"), ("b", "undecided"), ("torn", "rows lost")
-    ]  # fmt: skip
-    assert said in runs[-1]["note"]
-    assert {runs[-1][key] for key in ("val/loss", "train/loss")} == {None}
-    assert "Left out: rows lost (clip=3.0)." in answer.data["notes"]
+    page(answer.comparison)  # it still has its rows
+    assert sum("steps.bin" in problem for problem in answer.problems) == 1
+    assert [run["mark"] for run in answer.data["runs"]][-1] == "rows lost"
+    assert answer.data["runs"][-1]["train/loss"] is None
 
 
 @pytest.mark.parametrize(

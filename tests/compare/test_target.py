@@ -1,7 +1,5 @@
 """Where runs first reach a target, and which setting does first; more cases are in cases.yaml."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -56,7 +54,7 @@ def test_where_the_train_loss_reaches_a_target_does_not_depend_on_rows(tmp_path,
     runs = [make_run(tmp_path / name) for name in ("each", "some", "last")]
     for run, every in zip(runs[1:], (7, 400), strict=True):
         write_rows(
-            run, [row for row in read_rows(run) if row["step"] % every == 0 or row["step"] == 400]
+            run, [row for row in read_rows(run) if row["step"] in (400, *range(0, 400, every))]
         )
     losses = [row["train/loss"] for row in read_rows(runs[0])]
     means = [np.mean(losses[max(0, n - max(10, math.ceil(n / 20))) : n]) for n in range(1, 401)]
@@ -118,60 +116,6 @@ def test_a_fork_has_reached_what_its_parents_have(tmp_path):
         assert fork[key] == pytest.approx(whole[key])
 
 
-def test_a_trained_sweep_reaches_a_target_where_its_rows_say(runs):
-    quick = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=6", "train.eval_every=2",
-             "train.eval_tokens=600"]  # fmt: skip
-    sweep = runs("-m", *quick, "optimizer.lr=1e-2,1e-5").folder
-    rows = [row for run in sorted(sweep.glob("0-*")) for row in read_rows(run)]
-    (a, first), (b, second) = [(r["tokens_seen"], r["val/loss"]) for r in rows if "val/loss" in r][
-        -2:
-    ]
-    assert second < first
-    target = (first + second) / 2
-    found = llmexp.compare(sweep, target=f"val/loss={target}").data
-    best, other = found["runs"]
-    assert best["target/tokens"] == pytest.approx((a + b) / 2)
-    assert (best["target/after"], best["target/by"]) == (a, b)
-    assert (other["target/reached"], other["target/tokens"]) == (0.0, None)
-    assert [best["mark"], other["mark"]] == ["lowest", "undecided"]
-
-
-PLACES = {
-    "two together": [[20], [20]],
-    "two of three first": [[20], [20], [40]],
-    "two of three first, with seeds": [[20] * 3, [20] * 3, [40] * 3],
-    "two equal means": [[20, 40, 60], [60, 40, 20]],
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_settings_that_get_there_at_the_same_place_are_not_said_to_be_first(tmp_path, words, name):
-    for i, of in enumerate(PLACES[name], 1):
-        for seed, at in enumerate(of, 1):
-            run = make_run(tmp_path / f"{i}-{seed}", seed=seed, own=i, optimizer__lr=float(i))
-            rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in read_rows(run)]
-            write_rows(run, [row for row in rows if row["step"] % 10 == 0])
-    words("compare/together", llmexp.compare(tmp_path, target="val/loss=1").headline, name)
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_settings_that_are_there_at_the_first_evaluation_are_undecided(tmp_path, words, seeds):
-    """Where they first were, nobody knows; of one that is evaluated earlier it is known."""
-    for own in (1, 2, 3):
-        for seed in range(seeds):
-            run = make_run(tmp_path / f"{own}-{seed}", seed=seed, own=own, optimizer__lr=float(own))
-            at = 48 if own == 3 else 8
-            rows = [r | {"val/loss": 2.0 - (r["step"] >= at)} for r in read_rows(run)]
-            write_rows(run, [row for row in rows if row["step"] % 20 == 0])
-    answer = llmexp.compare(tmp_path, target="val/loss=1")
-    told = "\n".join(answer.data["sentences"])
-    words("compare/first_evaluation", told, f"{seeds} seeds")
-    _, second, third = answer.data["runs"]
-    assert (second["mark"], second["target/steps"], second["half"]) == ("undecided", 20, None)
-    assert (second["target/after"], second["target/by"]) == (None, 20 * TOKENS)
-    assert third["mark"] == ("worse" if seeds > 1 else "undecided")
-
-
 def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
     """The share of sweeps in which a setting is called slower, where all are alike.
 
@@ -187,16 +131,18 @@ def alarms(k: int, n: int, share: float, sweeps: int, spread: float) -> float:
     return found / sweeps
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_counting_the_end_for_those_that_never_do_raises_no_alarms(share):
-    assert alarms(6, 3, share, 150, 0.35) <= 0.06 + 3 * math.sqrt(0.06 * 0.94 / 150)
+SIZES = [(2, 3), (3, 3), (6, 3), (12, 3), (6, 5), (12, 5)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
-@pytest.mark.parametrize("spread", [0.0, 0.35])
-@pytest.mark.parametrize(("k", "n"), [(2, 3), (3, 3), (6, 3), (12, 3), (6, 5), (12, 5)])
-def test_false_alarms_with_runs_that_never_reach_it(k, n, share, spread):
-    found = alarms(k, n, share, 500, spread)
+@pytest.mark.parametrize(
+    ("k", "n", "share", "spread", "sweeps"),
+    [
+        *((6, 3, share, 0.35, 150) for share in (0.3, 0.7)),
+        *(pytest.param(*size, share, spread, 500, marks=pytest.mark.slow)
+          for size in SIZES for spread in (0.0, 0.35) for share in (0.1, 0.4, 0.7)),
+    ],
+)  # fmt: skip
+def test_counting_the_end_for_those_that_never_do_raises_no_alarms(k, n, share, spread, sweeps):
+    found = alarms(k, n, share, sweeps, spread)
     print(f"{k} x {n}, {share:.0%} never, {spread=}: false alarms {found:.1%}")
-    assert found <= 0.06 + 2.5 * math.sqrt(0.06 * 0.94 / 500)
+    assert found <= 0.06 + 2.5 * math.sqrt(0.06 * 0.94 / sweeps)
