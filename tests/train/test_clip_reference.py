@@ -60,19 +60,20 @@ def by_entry(weights: Tensors, gradients: Tensors) -> None:
         g.clamp_(-0.05, 0.05)
 
 
-def by_quantile() -> Clip:
+def by_quantile(limits: list[float]) -> Clip:
     """The quantile 0.4 of the last three norms, from the third step on."""
     norms: list[float] = []
 
     def clip(weights: Tensors, gradients: Tensors) -> None:
         limit = float(np.quantile(norms[-3:], 0.4)) if len(norms) >= 2 else math.inf
         norms.append(norm_of(gradients.values()))
+        limits.append(limit)
         limited(gradients.values(), limit)
 
     return clip
 
 
-def by_zscore() -> Clip:
+def by_zscore(limits: list[float]) -> Clip:
     """Norms of more than half a deviation above the moving mean of the clipped norms, from the
     third step on."""
     after: list[float] = []
@@ -87,6 +88,7 @@ def by_zscore() -> Clip:
             std = math.sqrt(var) + 1e-6
             z = (norm_of(gradients.values()) - mean) / std
             limit = mean + 0.5 * std / (z / 0.5) if z > 0.5 else math.inf
+        limits.append(limit)
         after.append(limited(gradients.values(), limit))
         if len(after) > 2:
             mean = 0.8 * mean + 0.2 * after[-1]
@@ -104,15 +106,21 @@ SHORT = ["train.max_epochs=0.7", "train.tail=keep"]
 NINE = ["train.max_steps=9", "optimizer.lr=1e-4", "clip.warmup_steps=2"]
 MOVING = {"lr": 1e-4, "total_sequences": 144}
 RULES = {  # but for the norm's, which test_invariance.py has
-    "per_group": ([f"clip.limits=[{AS_KNOB}]"], lambda: {"clip": by_group}),
+    "per_group": ([f"clip.limits=[{AS_KNOB}]"], lambda _: {"clip": by_group}),
     "adaptive": (
         ["clip.ratio=0.02", "clip.qk_limit=0.02"],
-        lambda: {"clip": by_unit, "qk_limit": 0.02},
+        lambda _: {"clip": by_unit, "qk_limit": 0.02},
     ),
-    "value": (["clip.max_value=0.05"], lambda: {"clip": by_entry}),
-    "update": (["clip.threshold=0.7"], lambda: {"threshold": 0.7}),
-    "zscore": (["clip.z=0.5", "clip.decay=0.8"], lambda: {"clip": by_zscore(), **MOVING}),
-    "quantile": (["clip.quantile=0.4", "clip.window=3"], lambda: {"clip": by_quantile(), **MOVING}),
+    "value": (["clip.max_value=0.05"], lambda _: {"clip": by_entry}),
+    "update": (["clip.threshold=0.7"], lambda _: {"threshold": 0.7}),
+    "zscore": (
+        ["clip.z=0.5", "clip.decay=0.8"],
+        lambda limits: {"clip": by_zscore(limits), **MOVING},
+    ),
+    "quantile": (
+        ["clip.quantile=0.4", "clip.window=3"],
+        lambda limits: {"clip": by_quantile(limits), **MOVING},
+    ),
 }
 SPLIT = "fsdp_tp 2x2, selective recomputation"
 # Each rule on one kind of ranks beside the finest cut. The one that asks most of them, for norms of
@@ -130,16 +138,19 @@ CASES = [
 @pytest.mark.parametrize(("rule", "cut"), CASES)
 def test_it_is_the_formula(tmp_path, tokens, rule, cut):
     knobs, formula = RULES[rule]
-    moving = rule in ("zscore", "quantile")
+    moving, limits = rule in ("zscore", "quantile"), list[float]()
     given = [*GIVEN, f"data.train_files=[{tokens}]", "precision=fp64", f"clip={rule}"]
     given += NINE if moving else SHORT
     result = train(tmp_path, "run", *given, *knobs, *layout(cut))
-    want = expected(result, tokens, **{"max_norm": None, "total_sequences": 35, **formula()})
+    want = expected(result, tokens, **{"max_norm": None, "total_sequences": 35, **formula(limits)})
     agree(result, want, *([1e-9] * 3 if moving else []))
     rows = result.rows()
     after = [row["grad_norm_post_clip"] for row in rows]
     np.testing.assert_allclose(after, want.clipped_norms, rtol=1e-9 if moving else 1e-12)
     assert any(row["clip_fraction"] for row in rows)
+    if moving:
+        shown = [row.get("clip_limit", math.inf) for row in rows]
+        np.testing.assert_allclose(shown, limits, rtol=1e-9)
     shares = {"adaptive": ["clipped_units", "clipped_heads"], "update": ["clipped_tensors"]}
     for share in shares.get(rule, []):  # some are clipped and some are not: both must show
         assert any(0 < row[share] < 1 for row in rows), share
