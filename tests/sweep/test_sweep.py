@@ -325,9 +325,6 @@ def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
     assert child.ended(int((tmp_path / "child").read_text()))
 
 
-# --- the ledger
-
-
 def whole_ledger() -> dict:
     entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"],
              "attempts": 1, "rung": 0.5, "refused": None}  # fmt: skip
