@@ -1,8 +1,6 @@
 """Muon: its polynomials against the papers, its directions against float64, its ranks against
 one."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -80,27 +78,22 @@ def test_directions_are_those_of_the_singular_values_in_float64(name, steps):
         assert float((p - 1).abs().max()) > 0.1
 
 
-def updated(coefficients: str, split: bool) -> list[torch.Tensor]:
+def updated(split: bool) -> list[torch.Tensor]:
     """Matrices after four updates, the second one skipped; split over the ranks by rows, or not."""
-    held = []
-    for number, shape in enumerate(SHAPES):
-        start = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-        held.append(torch.nn.Parameter(_placed(start, split)))
-    optimizer = Muon(held, coefficients, lr=0.1, adjust_lr_fn="match_rms_adamw")
+
+    def placed(value: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(value, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+
+    place = placed if split else torch.clone
+    drawn = torch.Generator().manual_seed(0)
+    held = [torch.nn.Parameter(place(torch.randn(shape, generator=drawn))) for shape in SHAPES]
+    optimizer = Muon(held, "polar_express", lr=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
-        for number, p in enumerate(held):
-            generator = torch.Generator().manual_seed(100 * step + number)
-            p.grad = _placed(torch.randn(p.shape, generator=generator), split)
+        for p, shape in zip(held, SHAPES, strict=True):
+            p.grad = place(torch.randn(shape, generator=drawn))
         optimizer.found_inf = torch.tensor(float(step == 1))
         optimizer.step()
     return [(p.full_tensor() if split else p).detach().clone() for p in held]
-
-
-def _placed(value: torch.Tensor, split: bool) -> torch.Tensor:
-    if not split:
-        return value
-    mesh = init_device_mesh("cpu", (RANKS,))
-    return distribute_tensor(value, mesh, [Shard(0)])
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -108,12 +101,11 @@ def _rank(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS
     )
-    found = [updated("polar_express", split) for split in (False, True)]
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save([updated(split) for split in (False, True)], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_ranks_that_share_the_work_find_what_one_rank_finds(tmp_path: Path):
+def test_ranks_that_share_the_work_find_what_one_rank_finds(tmp_path):
     """To the bit: whole on each rank, and split over them."""
     torch.multiprocessing.start_processes(
         _rank, args=(str(tmp_path),), nprocs=RANKS, start_method="fork"
@@ -121,19 +113,17 @@ def test_ranks_that_share_the_work_find_what_one_rank_finds(tmp_path: Path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        want = updated("polar_express", split=False)
+        want = updated(split=False)
     finally:
         torch.set_num_threads(threads)
     for rank in range(RANKS):
         for found in torch.load(tmp_path / f"{rank}.pt"):
-            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            assert all(map(torch.equal, found, want))
 
 
 @pytest.mark.parametrize("given", ["fast", [1.0, 2.0], [[1, 2, 3], [1, 2]], [], 3, ["a", "b", "c"]])
 def test_what_are_no_polynomials_is_refused(given):
-    with pytest.raises(
-        ConfigError, match=r"three numbers.*for example .?optimizer.ns_coefficients"
-    ):
+    with pytest.raises(ConfigError, match=r"three numbers.*for example .?optimizer.ns_coefficient"):
         polynomials(given, 5)
 
 
