@@ -165,29 +165,16 @@ def test_a_bent_override_is_a_config_or_one_refusal_that_names_it(hydra, text):
 # Data.
 
 
-def read_tokens(path: Path, cache: Path) -> None:
-    corpus = None
-    with contextlib.suppress(ValueError):
-        knobs = {"val_files": None, "dtype": None, "val_ratio": 0.1, "max_tokens": None}
-        sizes = {"vocab_size": 60, "sequence_length": 4}
-        corpus = tokens(train_files=str(path), cache_dir=str(cache), **knobs, **sizes)
-    if corpus is not None:
-        ids = corpus.train.read(0, len(corpus.train))
-        assert 4 < len(ids) <= path.stat().st_size
-        assert 0 <= ids.min() <= ids.max() < 60
-
-
 def npy() -> bytes:
     file = BytesIO()
     np.save(file, (np.arange(100) % 60).astype(np.uint16))
     return file.getvalue()
 
 
-MAGIC = b"\x93NUMPY\x01\x00"
 HEAD = np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes()
 LLM_C = HEAD + (np.arange(100) % 60).astype("<u2").tobytes()
 BYTES = st.binary(max_size=300)
-HEADED = st.binary(max_size=40).map(lambda b: MAGIC + b)
+HEADED = st.binary(max_size=40).map(lambda b: b"\x93NUMPY\x01\x00" + b)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +184,16 @@ HEADED = st.binary(max_size=40).map(lambda b: MAGIC + b)
 @given(data=st.data())
 @FUZZ
 def test_token_files(tmp_path, name, contents, data):
-    (tmp_path / name).write_bytes(data.draw(contents))
-    read_tokens(tmp_path / name, tmp_path / "cache")
+    path, corpus = tmp_path / name, None
+    path.write_bytes(data.draw(contents))
+    with contextlib.suppress(ValueError):
+        knobs = {"val_files": None, "dtype": None, "val_ratio": 0.1, "max_tokens": None}
+        knobs |= {"vocab_size": 60, "sequence_length": 4, "cache_dir": str(tmp_path / "cache")}
+        corpus = tokens(train_files=str(path), **knobs)
+    if corpus is not None:
+        ids = corpus.train.read(0, len(corpus.train))
+        assert 4 < len(ids) <= path.stat().st_size
+        assert 0 <= ids.min() <= ids.max() < 60
 
 
 # Checkpoints.
@@ -220,54 +215,28 @@ def saved(tmp_path_factory) -> Path:
     return root / "step_00000100"
 
 
-def load(path: Path) -> None:
-    """What loads restores a model whose numbers are of the right shapes; the rest is refused."""
-    model = Plain()
-    with contextlib.suppress(ConfigError):
-        loading.restore_model(loading.read_checkpoint(path), model)
-    assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
-
-
-@contextlib.contextmanager
-def put_back(*files: Path) -> Iterator[list[bytes]]:
-    """What is in the files, which it puts back in the end."""
-    whole = [file.read_bytes() for file in files]
-    try:
-        yield whole
-    finally:
-        for file, content in zip(files, whole, strict=True):
-            file.write_bytes(content)
-
-
-def hashed_again(manifest: Path, file: Path) -> None:
-    tree = json.loads(manifest.read_bytes())
-    tree["files"][file.name] = hashes.fingerprint(file)
-    manifest.write_text(json.dumps(tree))
-
-
-def changed(content: bytes) -> st.SearchStrategy[bytes]:
-    """A file of JSON that is damaged, or in which a value is gone or another."""
-    trees = mutated(json.loads(content)).map(lambda tree: json.dumps(tree).encode())
-    return st.one_of(trees, damaged(content))
-
-
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
 @given(data=st.data())
 @FUZZ
-def test_manifests(saved, data):
-    file = saved / "manifest.json"
-    with put_back(file) as (whole,):
-        file.write_bytes(data.draw(changed(whole)))
-        load(saved)
-
-
-@given(data=st.data())
-@FEWER
-def test_states(saved, data):
-    file, manifest = saved / "state.pt", saved / "manifest.json"
-    with put_back(file, manifest) as (whole, _):
-        file.write_bytes(data.draw(damaged(whole)))
-        hashed_again(manifest, file)
-        load(saved)
+def test_checkpoints(saved, name, data):
+    """What loads restores a model whose numbers are of the right shapes; the rest is refused."""
+    manifest = saved / "manifest.json"
+    whole = {file: file.read_bytes() for file in (saved / name, manifest)}
+    tree, damage = json.loads(whole[manifest]), damaged(whole[saved / name])
+    if name == "manifest.json":  # or a value in it is gone or another
+        damage |= mutated(tree).map(lambda tree: json.dumps(tree).encode())
+    try:
+        (saved / name).write_bytes(data.draw(damage))
+        if name != "manifest.json":
+            tree["files"][name] = hashes.fingerprint(saved / name)
+            manifest.write_text(json.dumps(tree))
+        model = Plain()
+        with contextlib.suppress(ConfigError):
+            loading.restore_model(loading.read_checkpoint(saved), model)
+        assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
+    finally:
+        for file, content in whole.items():
+            file.write_bytes(content)
 
 
 # Records.
