@@ -62,9 +62,8 @@ def main() -> int:
                     before, after = pool.map(replay, [name, name], [base, ROOT])
                     found = differences(after, before, 0.0)
                     print(f"{name}: {'equal' if not found else f'{len(found)} differences'}")
-                    print(
-                        "".join(f"  {line[:200]}\n" for line in found[:SHOWN]), end="", flush=True
-                    )
+                    for line in found[:SHOWN]:
+                        print(f"  {line[:200]}", flush=True)
                     equal = equal and not found
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", base], check=True)
