@@ -94,4 +94,5 @@ def test_of_a_disk_that_becomes_full_the_first_lost_row_is_named(tmp_path):
             rows.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert rows.path.read_bytes().endswith(b"}\n")
     assert read_rows(rows.path) == made[:2]
