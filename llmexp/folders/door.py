@@ -157,13 +157,18 @@ def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < 2**53:
         return ValueError("has no step")
+    if all(map(_is_number, row.values())):
+        return row
     for key, value in row.items():
         named = value if by_module and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
-            a_number = type(figure) in _NUMBERS and abs(figure) <= _LARGEST
-            if not a_number and not re.fullmatch(_TEXTS.get(name, "(?!)"), str(figure)):
+            if not _is_number(figure) and not re.fullmatch(_TEXTS.get(name, "(?!)"), str(figure)):
                 return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
-    return dict(row)
+    return row
+
+
+def _is_number(figure: object) -> bool:
+    return type(figure) in _NUMBERS and abs(figure) <= _LARGEST
 
 
 class _Clip(TypedDict, total=False):

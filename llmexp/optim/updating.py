@@ -135,7 +135,7 @@ def update(optimizers: list[Optimizer], skip: Tensor | bool, factor: Tensor | No
         return
     scale = None if factor is None else factor.reciprocal()  # which torch divides by
     for optimizer in optimizers:
-        if found_inf is not None or scale is not None:
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        # also None, in place of those of the update before
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
         optimizer.step()
