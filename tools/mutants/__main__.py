@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import queue
 import random
 import sys
@@ -83,25 +84,29 @@ def mend() -> None:
 
 
 @contextlib.contextmanager
-def copies(number: int) -> Iterator[list[Path]]:
+def copies(number: int) -> Iterator[list[trying.Forks]]:
     with contextlib.ExitStack() as stack:
         names = [tempfile.TemporaryDirectory(prefix="mutants-") for _ in range(number)]
-        yield [trying.copied(Path(stack.enter_context(name))) for name in names]
+        copied = [trying.copied(Path(stack.enter_context(name))) for name in names]
+        forks = [trying.Forks(copy) for copy in copied]
+        for one in forks:
+            stack.callback(one.end)
+        yield forks
 
 
 def measure() -> None:
     """Write the CPU time of each file of tests that the plan names."""
     tests = sorted({test for group in groups() for test in group["tests"]})
     known = read(SECONDS) if SECONDS.exists() else {}
-    with copies(1) as (copy,):
+    with copies(1) as (forks,):
         for test in tests:
-            tried = trying.Try(copy, [test], exit_first=False)
-            known[test] = round(tried.seconds.total())
+            tried = trying.Try(forks, [test], exit_first=False)
+            known[test] = round(sum(tried.seconds.values()))
             print(f"{known[test]:4} s  {test}  {tried.failed}", flush=True)
             write(SECONDS, {name: known[name] for name in tests if name in known})
 
 
-def run(mutants: list[dict[str, Any]], processes: int) -> bool:
+def run(mutants: list[dict[str, Any]], processes: int, limit_s: float) -> bool:
     """Try mutants in copies of the tree; write each result at once. Return whether none escaped."""
     every, tests = read(RECORD), {group["name"]: group["tests"] for group in groups()}
     seconds = read(SECONDS) if SECONDS.exists() else {}
@@ -110,16 +115,16 @@ def run(mutants: list[dict[str, Any]], processes: int) -> bool:
         waiting.put(next(entry for entry in every if entry == mutant))
     lock, escaped = threading.Lock(), list[str]()
 
-    def work(copy: Path) -> None:
+    def work(forks: trying.Forks) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 mutant = waiting.get_nowait()
                 with lock:
                     files = trying.chosen(mutant, tests[mutant["group"]], seconds)
-                result = trying.fate(copy, mutant, files)
+                result = trying.fate(forks, mutant, files, limit_s)
                 where = f"{mutant['file']}:{mutant['line']}"
                 with lock:
-                    if mutant.get("fate") == "killed" and result["fate"] == "survived":
+                    if mutant.get("fate") == "killed" and result["fate"] in ("survived", "open"):
                         escaped.append(where)
                     for key in FATE:
                         mutant.pop(key, None)
@@ -128,8 +133,8 @@ def run(mutants: list[dict[str, Any]], processes: int) -> bool:
                     took = f"{result.get('cpu_s', 0):4} s"
                     print(f"{result['fate']:9}{took}  {where}  {result.get('by', '')}", flush=True)
 
-    with copies(processes) as folders:
-        threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
+    with copies(processes) as every_forks:
+        threads = [threading.Thread(target=work, args=(forks,)) for forks in every_forks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -147,6 +152,7 @@ def main() -> int:
     parser.add_argument("--fate", help="only those that were killed, survived, gone or none (yet)")
     parser.add_argument("--sample", type=int, help="only so many, at random")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="of CPU time, a mutant")
     asked = parser.parse_args()
     if asked.what != "run":
         {"mend": mend, "measure": measure}[asked.what]()
@@ -154,7 +160,7 @@ def main() -> int:
     mutants = [m for m in read(RECORD) if asked.group in (None, m["group"])]
     mutants = [m for m in mutants if asked.fate in (None, m.get("fate", "none"))]
     random.shuffle(mutants)
-    return 0 if run(mutants[: asked.sample], asked.processes) else 1
+    return 0 if run(mutants[: asked.sample], asked.processes, asked.limit_s) else 1
 
 
 if __name__ == "__main__":
