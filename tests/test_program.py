@@ -46,11 +46,15 @@ def there(trained, forking, monkeypatch):
     return trained[1:]
 
 
+def printed_by(capsys, *words: str) -> str:
+    capsys.readouterr()
+    assert command(list(words)) == 0
+    return capsys.readouterr().out
+
+
 def test_a_run_is_what_its_folder_holds(there):
     single, _ = there
     assert single == llmexp.load("one")
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = llmexp.nonsense
     assert (single.state, single.steps) == ("finished", [2, 4])
     assert single.config.train.max_steps == single.facts["max_steps"] == 4
     rows = read_rows(Path("one/metrics.jsonl"))
@@ -59,15 +63,14 @@ def test_a_run_is_what_its_folder_holds(there):
     steps, losses = single.rows("step", "val/loss")
     assert steps.tolist() == [2, 4]
     assert losses[-1] == single.summary["final val/loss"]
-    pandas = pytest.importorskip("pandas")
-    frame = single.frame()
-    assert isinstance(frame, pandas.DataFrame)
-    back = [{k: v for k, v in row.items() if v == v} for row in frame.to_dict("records")]
-    assert back == rows
     with pytest.raises(llmexp.ConfigError, match="Did you mean val/loss"):
         single.rows("val/los")
     with pytest.raises(llmexp.ConfigError, match="not a run folder"):
         llmexp.load("grid")
+    pandas = pytest.importorskip("pandas")
+    frame = single.frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert [{k: v for k, v in row.items() if v == v} for row in frame.to_dict("records")] == rows
 
 
 def test_the_model_of_each_step_and_its_text(there, capsys):
@@ -79,9 +82,8 @@ def test_the_model_of_each_step_and_its_text(there, capsys):
     assert newest.shape[:2] == ids.shape
     assert not torch.equal(newest, older)
     assert torch.equal(newest, single.model(step=4)(ids))
-    capsys.readouterr()
-    assert command(["sample", "one@2", "--prompt", "wo", "--tokens", "9", "--seed", "3"]) == 0
-    assert single.sample("wo", 9, step=2, seed=3) == capsys.readouterr().out[:-1]
+    words = ["one@2", "--prompt", "wo", "--tokens", "9", "--seed", "3"]
+    assert f"{single.sample('wo', 9, step=2, seed=3)}\n" == printed_by(capsys, "sample", *words)
     with pytest.raises(llmexp.ConfigError, match="there are those of 2, 4"):
         single.model(step=3)
     with pytest.raises(llmexp.ConfigError, match="tokens=0: must be at least 1"):
@@ -94,64 +96,62 @@ def test_completion_offers_what_the_docs_list():
     assert all(f"llmexp.{name}" in text or f"`{name}`" in text for name in dir(llmexp))
     assert set(re.findall(r"\bllmexp\.(\w+)\(", text)) <= set(dir(llmexp))
     assert all(getattr(llmexp, name) is not None for name in dir(llmexp))
-
-
-def printed_by(capsys, *words: str) -> str:
-    capsys.readouterr()
-    assert command(list(words)) == 0
-    return capsys.readouterr().out
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = llmexp.nonsense
 
 
 def test_plans_are_those_of_the_command(there, capsys):
     words = [*SHORT, "hydra.run.dir=new"]
     plan = llmexp.plan(words)
     assert f"{plan}\n" == printed_by(capsys, "plan", *words)
-    whole = json.loads(json.dumps(plan.data))
-    assert whole == printed("plan", printed_by(capsys, "plan", "--json", *words))
+    whole = printed("plan", printed_by(capsys, "plan", "--json", *words))
+    assert json.loads(json.dumps(plan.data)) == whole
+    assert (whole["max_steps"], whole["real_batch_size"]) == (4, 8)
     assert (plan.run.max_steps, plan.memory.fits, plan.cost) == (4, None, None)
     sweep = llmexp.plan([*SHORT, "-m", "train.max_steps=4,5"]).plans
     assert [one.run.max_steps for one in sweep] == [4, 5]
+    wrong = [*SHORT, "-m", "train.max_steps=4,5,0"]
     with pytest.raises(llmexp.ConfigError, match=r"train\.max_steps=0"):
-        llmexp.plan([*SHORT, "-m", "train.max_steps=4,0"])
+        llmexp.plan(wrong)
+    assert command(["plan", "--json", *wrong]) == 2
+    planned = printed("plan", capsys.readouterr().out)
+    assert [point["max_steps"] for point in planned["points"]] == [4, 5]
+    (refusal,) = planned["refusals"]
+    assert refusal["code"] == "out_of_range"
+    assert all("train.max_steps=0" in text for text in (refusal["message"], planned["refused"][0]))
 
 
-def test_evaluate_and_average_are_those_of_the_commands(there, capsys):
+def test_figures_averages_data_and_exports_are_those_of_the_commands(there, tmp_path, capsys):
     single, _ = there
     found = llmexp.evaluate(single, tokens="all")
     words = ["evaluate", "one", "--tokens", "all"]
     assert found.data == json.loads(printed_by(capsys, *words, "--json"))
     assert f"{found}\n" == printed_by(capsys, *words)
-    assert list(found.sets) == ["val"]
-    assert found.sets["val"]["loss"] == found.data["sets"][0]["loss"]
+    assert {name: one["loss"] for name, one in found.sets.items()} == {
+        "val": found.data["sets"][0]["loss"]
+    }
     scores = llmexp.evaluate("one@2", tasks=["tiny_facts"])
-    assert scores.data["step"] == 2
-    assert list(scores.tasks) == ["tiny_facts"]
+    assert (scores.data["step"], list(scores.tasks)) == (2, ["tiny_facts"])
     with pytest.raises(llmexp.ConfigError, match="by='year': must be one of"):
         llmexp.evaluate(single, by="year")
-    mean = llmexp.average(single, last=2, out="mean")
-    assert (mean.path, mean.steps) == (Path("mean"), [2, 4])
-    assert mean.parameters == sum(p.numel() for p in single.model().parameters())
-    assert llmexp.load("one").model(4) is not None
+    out, parameters = tmp_path / "mean", sum(p.numel() for p in single.model().parameters())
+    mean = llmexp.average(single, last=2, out=str(out))
+    assert (mean.path, mean.steps, mean.parameters) == (out, [2, 4], parameters)
     with pytest.raises(llmexp.ConfigError, match="mean: is there already"):
-        llmexp.average(single, last=2, out="mean")
-
-
-def test_prepare_tokenizer_and_export(there, tmp_path, monkeypatch):
-    single, _ = there
-    Path(tmp_path / "a.txt").write_text("One and two and three. " * 200)
-    words = ["data=text", f"data.train_files=[{tmp_path}/a.txt]", "tokenizer=bytes"]
-    found = llmexp.prepare(words)
-    assert found.train_tokens + found.val_tokens == pytest.approx(200 * 23, abs=2)
-    assert f"train {found.train_tokens:,} tokens" in str(found)
+        llmexp.average(single, last=2, out=str(out))
+    (tmp_path / "a.txt").write_text("One and two and three. " * 200)
+    text = ["data=text", f"data.train_files=[{tmp_path}/a.txt]", "tokenizer=bytes"]
+    prepared = llmexp.prepare(text)
+    assert prepared.train_tokens + prepared.val_tokens == pytest.approx(200 * 23, abs=2)
+    assert f"train {prepared.train_tokens:,} tokens" in str(prepared)
     with pytest.raises(llmexp.ConfigError, match="leave out -m"):
-        llmexp.prepare([*words, "-m"])
+        llmexp.prepare([*text, "-m"])
+    assert llmexp.export(single, tmp_path / "hf").parameters > 0
+    assert (tmp_path / "hf/config.json").is_file()
     pytest.importorskip("tokenizers")
-    made = llmexp.tokenizer(words, vocab_size=260, out=tmp_path / "bpe")
+    made = llmexp.tokenizer(text, vocab_size=260, out=tmp_path / "bpe")
     assert (made.path, made.n_vocab) == (tmp_path / "bpe", 260)
     assert (made.path / "tokenizer.json").is_file()
-    done = llmexp.export(single, tmp_path / "hf")
-    assert done.parameters > 0
-    assert (tmp_path / "hf/config.json").is_file()
 
 
 def numbers(values) -> list[float]:
@@ -165,14 +165,15 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     _, grid = there
     assert [run.config.optimizer["lr"] for run in grid] == [0.001, 0.003]
     answer = llmexp.compare(grid)
-    capsys.readouterr()
-    assert command(["compare", "grid"]) == 0
-    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = [line.rstrip() for line in printed_by(capsys, "compare", "grid").splitlines()]
     assert str(answer).splitlines() == shown
     assert " ".join(shown).startswith(answer.headline)
-    assert command(["compare", "grid", "--json"]) == 0
-    assert printed("compare", capsys.readouterr().out) == answer.data
-    assert command(["compare", "grid", "--out", "grid.csv"]) == 0
+    assert printed("compare", printed_by(capsys, "compare", "grid", "--json")) == answer.data
+    losses = [numbers(trace.y) for trace in answer.figures["losses"].data]
+    last = {float(np.float32(run.rows("train/loss")[-1])) for run in grid}
+    assert last <= {drawn[-1] for drawn in losses if len(drawn) == 4}
+    assert llmexp.compare("grid/*", sort="train/loss").data["metric"] == "train/loss"
+    printed_by(capsys, "compare", "grid", "--out", "grid.csv")
     table = list(csv.DictReader(Path("grid.csv").read_text().splitlines()))
     pytest.importorskip("pandas")
     frame = answer.frame()
@@ -182,36 +183,33 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     switched = dataclasses.replace(answer.comparison.settings[0], values={"optimizer.lr": False})
     changed = dataclasses.replace(answer.comparison, settings=(switched,))
     assert llmexp.Answer(changed).frame()["optimizer.lr"].tolist() == [False]
-    losses = answer.figures["losses"]
-    drawn = [numbers(trace.y) for trace in losses.data]
-    last = {float(np.float32(run.rows("train/loss")[-1])) for run in grid}
-    assert last <= {y[-1] for y in drawn if len(y) == 4}
-    assert llmexp.compare("grid/*", sort="train/loss").data["metric"] == "train/loss"
 
 
 def test_what_train_refuses_and_what_fails_is_raised(there):
-    with pytest.raises(llmexp.ConfigError, match=r"train\.max_step"):
-        llmexp.train([*SHORT, "train.max_step=1"], quiet=True)
-    with pytest.raises(llmexp.ConfigError, match=r"batch\.sequence_length"):  # by the worker
-        llmexp.train([*SHORT, "batch.sequence_length=64", "hydra.run.dir=long"], quiet=True)
-    assert not os.path.exists("long")
-    for words in (["--help"], ["--cfg", "job"]):
-        with pytest.raises(llmexp.ConfigError, match=f"{words[0]}.*: trains no run"):
-            llmexp.train(words, quiet=True)
-    for paths, given, why in (
-        (["nope"], {}, "nope: there is nothing of that name"),
-        ([[]], {}, "paths: the list is empty"),
-        (["one"], {"min_effect": -1}, "min_effect=-1: must be at least 0"),
-        (["one"], {"align": "epochs"}, "align='epochs': must be one of"),
-        (["one"], {"sort": "nope"}, "sort='nope': there is no such figure"),
-        (["one"], {"sort": "lr", "target": "val/loss=2"}, "sort='lr': target= orders the table"),
-        (["one"], {"target": "val/loss"}, "target='val/loss': "),
+    for words, why in (
+        ([*SHORT, "train.max_step=1"], r"train\.max_step"),
+        # by the worker
+        ([*SHORT, "batch.sequence_length=64", "hydra.run.dir=long"], r"batch\.sequence_length"),
+        (["--help"], "--help.*: trains no run"),
+        (["--cfg", "job"], "--cfg.*: trains no run"),
     ):
-        with pytest.raises(llmexp.ConfigError, match=why) as refused:
-            llmexp.compare(*paths, **given)
-        assert "--" not in str(refused.value)
+        with pytest.raises(llmexp.ConfigError, match=why):
+            llmexp.train(words, quiet=True)
+    assert not os.path.exists("long")
     with pytest.raises(TypeError, match="a list is needed"):
         llmexp.train("train.max_steps=1")
+    for path, given, why in (
+        ("nope", {}, "nope: there is nothing of that name"),
+        ([], {}, "paths: the list is empty"),
+        ("one", {"min_effect": -1}, "min_effect=-1: must be at least 0"),
+        ("one", {"align": "epochs"}, "align='epochs': must be one of"),
+        ("one", {"sort": "nope"}, "sort='nope': there is no such figure"),
+        ("one", {"sort": "lr", "target": "val/loss=2"}, "sort='lr': target= orders the table"),
+        ("one", {"target": "val/loss"}, "target='val/loss': "),
+    ):
+        with pytest.raises(llmexp.ConfigError, match=why) as refused:
+            llmexp.compare(path, **given)
+        assert "--" not in str(refused.value)
 
 
 def test_a_package_is_allowed_for_one_call(monkeypatch):
@@ -224,34 +222,22 @@ def test_a_package_is_allowed_for_one_call(monkeypatch):
     assert (dict(os.environ), list(sys.path)) == before
 
 
-def test_json_of_train_and_plan(tmp_path, capsys):
+def test_json_of_a_run_that_fails(tmp_path):
     failing = [*SHORT, "optimizer.lr=1e30", "hydra.run.dir=one"]
     done = run_llmexp("train", "--json", *failing, cwd=tmp_path)
     found = printed("train", done.out)
     assert done.code == found["exit_code"] == 3
     assert "training failed" in done.err
-    assert [run["state"] for run in found["runs"]] == ["failed"]
-    assert found["path"] == found["runs"][0]["path"] == "one"
-    capsys.readouterr()
-    assert command(["plan", "--json", *SHORT]) == 0
-    planned = printed("plan", capsys.readouterr().out)
-    assert (planned["max_steps"], planned["real_batch_size"]) == (4, 8)
-    assert command(["plan", "-m", "--json", *SHORT, "train.max_steps=4,5,0"]) == 2
-    planned = printed("plan", capsys.readouterr().out)
-    assert [point["max_steps"] for point in planned["points"]] == [4, 5]
-    assert "train.max_steps=0" in planned["refused"][0]
-    (refusal,) = planned["refusals"]
-    assert refusal["code"] == "out_of_range"
-    assert "train.max_steps=0" in refusal["message"]
+    (run,) = found["runs"]
+    assert (run["state"], run["path"], found["path"]) == ("failed", "one", "one")
 
 
 @pytest.mark.usefixtures("forking")
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     """Its code cells in order, without Jupyter, with a fifth of the steps."""
     monkeypatch.chdir(tmp_path)
-    cells = json.loads((ROOT / "docs/python.ipynb").read_text())["cells"]
     names: dict = {}
-    for cell in cells:
+    for cell in json.loads((ROOT / "docs/python.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
             assert not cell["outputs"]
             text = "".join(cell["source"]).replace("max_steps=40", "max_steps=8")

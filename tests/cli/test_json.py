@@ -1,4 +1,5 @@
-"""`--json` of each command: one object, as its schema says; and what the function returns."""
+"""`--json` of each command: one object, as its schema says, also where it is refused; and what
+the function returns."""
 
 import inspect
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import llmexp
 from llmexp.__main__ import COMMANDS
 from llmexp.cli.running import function_of
+from tests.conftest import TINY
+from tests.conftest import llmexp as command
 from tests.refusals import homes
 from tests.tools import printed, run_here
 
@@ -35,14 +38,16 @@ def there(tmp_path, runs, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", WORDS)
+@pytest.mark.parametrize("name", WORDS)
 @pytest.mark.usefixtures("there", "forking")
-def test_an_answer_is_as_its_schema_says(capfd, command):
-    if command == "tokenizer":
+def test_an_answer_is_as_its_schema_says(capfd, name):
+    if name == "tokenizer":
         pytest.importorskip("tokenizers")
-    done = run_here(capfd, command, *WORDS[command], "--json")
+    done = run_here(capfd, name, *WORDS[name], "--json")
     assert done.code == 0, done.err
-    printed(command, done.out)
+    printed(name, done.out)
+    if name == "tokenizer":
+        assert Path("tokenizers/bpe-260/bpe-260.tiktoken").is_file()
 
 
 @pytest.mark.usefixtures("there")
@@ -54,11 +59,40 @@ def test_what_would_be_removed_and_scores_of_tasks(capfd):
     assert len(printed("evaluate", done.out)["tasks"][0]["scores"]) == 16
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "key"),
+    [
+        (["plan", "optimizer.lr=-1"], "out_of_range", "optimizer.lr"),
+        (["plan", "-m", "train.max_steps=1,2", "a.b"], "wrong_type", None),
+        (["plan", "train.sed=1"], "unknown_key", "train.sed"),
+        (["compare", "nothing-here"], "not_a_run", None),
+        (["bogus"], "unknown_key", None),
+    ],
+)
+@pytest.mark.usefixtures("forking", "suggestions_are_read")
+def test_a_refusal_is_an_object_with_its_kind_message_and_key(words, kind, key, capfd):
+    done = run_here(capfd, *words, "--json")
+    error = printed("error", done.out)["error"]
+    assert (done.code, error["code"], error["key"]) == (2, kind, key)
+    assert f"llmexp: {error['message']}\n" in done.err
+
+
+@pytest.mark.usefixtures("forking", "suggestions_are_read")
+def test_so_is_one_of_the_process_that_trains(tmp_path):
+    no_file = [*TINY, "data=text", "data.train_files=nope"]
+    done = command("train", "--json", *no_file, cwd=tmp_path)
+    assert (done.code, done.err.count("no file matches")) == (2, 1)
+    assert printed("error", done.out)["error"]["code"] == "unknown_file"
+    with pytest.raises(llmexp.ConfigError, match="no file matches") as refused:
+        llmexp.train(no_file, quiet=True)
+    assert (refused.value.kind, refused.value.key) == ("unknown_file", "data.train_files")
+
+
 def test_each_command_answers_or_prints():
     assert {*WORDS} | ELSEWHERE | PRINTS == {*COMMANDS}
-    for command in COMMANDS:
-        answers = inspect.signature(function_of(command)).return_annotation != "int"
-        assert answers == (command not in PRINTS | {"train"})
+    for name in COMMANDS:
+        answers = inspect.signature(function_of(name)).return_annotation != "int"
+        assert answers == (name not in PRINTS | {"train"})
 
 
 def test_lists_and_names_are_words(monkeypatch, there):
