@@ -42,8 +42,7 @@ GROUPS = [name for name in OPTIONS if name != "experiment"]
 SECTIONS = typing.get_type_hints(Config)
 # Models at a size at which a step costs nothing, for any of them.
 SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16,
-"max_position_embeddings": 16,
-          "vocab_size": 320}  # fmt: skip
+          "max_position_embeddings": 16, "vocab_size": 320}  # fmt: skip
 # Overrides that an option needs beside itself.
 NEEDS = {
     "text": ["data.train_files=words.txt"],
@@ -56,11 +55,6 @@ NEEDS = {
 }
 NEEDS_A_GPU = {("precision", "tf32")}
 NEEDS_FILES = {("tokenizer", name) for name in ("gpt2", "cl100k_base", "o200k_base")}
-
-
-def model_overrides(name: str) -> list[str]:
-    keys = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
-    return [f"model={name}", *(f"model.{k}={v}" for k, v in SHRUNK.items() if k in keys)]
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +75,25 @@ def tiktoken_cache(work) -> Path:
     return Path(shutil.copytree(SHARED / "tiktoken", work / "tiktoken", dirs_exist_ok=True))
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
-def test_an_experiment_says_what_it_is_for(path):
-    assert path.read_text().splitlines()[1].startswith("# "), path  # after @package
+def test_files_say_what_they_are_for_and_what_the_declarations_say_of_the_knobs():
+    for path in (CONF / "experiment").glob("*.yaml"):
+        assert path.read_text().splitlines()[1].startswith("# "), path  # after @package
+    for path in comments.files():
+        written = path.read_text(encoding="utf-8")
+        assert written == comments.commented(path), f"{path.name}: python -m tools.comments"
 
 
-@pytest.mark.parametrize("path", [*comments.files()], ids=lambda p: str(p.relative_to(CONF)))
-def test_comments_are_what_the_declarations_say_of_the_knobs(path):
-    assert path.read_text(encoding="utf-8") == comments.commented(path), "python -m tools.comments"
-
-
-@pytest.mark.parametrize("section", [k for k, v in SECTIONS.items() if dataclasses.is_dataclass(v)])
-def test_closed_sections_list_every_knob_that_acts(section):
+def test_closed_sections_list_every_knob_that_acts():
     """A knob that is in no YAML cannot be found, and cannot be overridden without a +; one that
     does nothing in an option is not listed there."""
     main = yaml.safe_load((CONF / "config.yaml").read_text())
-    known = {key for key in fields() if key.startswith(f"{section}.")}
-    if section in main:
-        assert set(flatten({section: main[section]})) == known
-        return
-    for name in OPTIONS[section]:
-        tree = flatten({section: option(f"{section}/{name}")})
-        idle = dead({key: tree.get(key) for key in known})
-        assert set(tree) == known - set(idle), name
+    for section in (name for name, kind in SECTIONS.items() if dataclasses.is_dataclass(kind)):
+        known = {key for key in fields() if key.startswith(f"{section}.")}
+        if section in main:
+            assert set(flatten({section: main[section]})) == known
+        for name in OPTIONS[section] if section not in main else ():
+            tree = flatten({section: option(f"{section}/{name}")})
+            assert set(tree) == known - set(dead({key: tree.get(key) for key in known})), name
 
 
 @pytest.mark.parametrize(
@@ -146,16 +136,14 @@ def test_every_option_trains_for_two_steps(choice, work):
     picked = dict(choice)
     if picked["clip"] == "update":  # which limits AdamW's
         picked["optimizer"] = "adamw"
-    overrides = model_overrides(picked["model"])
-    for group, chosen in picked.items():
-        overrides += ([] if group == "model" else [f"{group}={chosen}"]) + NEEDS.get(chosen, [])
-    name = "_".join(picked.values())
+    overrides = [word for group, chosen in picked.items()
+                 for word in (f"{group}={chosen}", *NEEDS.get(chosen, []))]  # fmt: skip
+    sizes = option(f"model/{picked['model']}").keys() & SHRUNK.keys()
     result = llmexp(
-        "train", *overrides, "batch.sequence_length=16", "batch.micro_batch_size=2",
-        "train.max_steps=2",
+        "train", *overrides, *(f"model.{name}={SHRUNK[name]}" for name in sizes),
+        "batch.sequence_length=16", "batch.micro_batch_size=2", "train.max_steps=2",
         "train.log_every=1", "train.eval_tokens=64", "train.sample_tokens=4",
-        "checkpoint.every=null",
-        f"hydra.run.dir={name}", cwd=work,
+        "checkpoint.every=null", f"hydra.run.dir={'_'.join(picked.values())}", cwd=work,
     )  # fmt: skip
     assert result.code == 0, result.err
     rows = result.rows()
@@ -174,7 +162,7 @@ def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypa
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
     overrides = [
         "data=text",
-        "data.train_files=words.txt",
+        *NEEDS["text"],
         "batch.sequence_length=32",
         "batch.micro_batch_size=2",
     ]

@@ -1,5 +1,7 @@
-"""The command line as users drive it: help, completion, folders, sweeps, signals, closed
-streams. What is refused is in tests/refusals/cli.yaml."""
+"""The command line as users drive it: help, completion, folders, sweeps, signals, closed streams.
+
+What is refused is in tests/refusals/cli.yaml.
+"""
 
 import errno
 import json
@@ -32,6 +34,14 @@ def shell(text: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", line], cwd=cwd, env=env, capture_output=True, text=True)
 
 
+def experiments(folder: Path, **files: str) -> None:
+    """Write files conf/experiment/NAME.yaml."""
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    for name, text in files.items():
+        path = folder / "conf" / "experiment" / f"{name}.yaml"
+        path.write_text(f"# @package _global_\n{text}\n")
+
+
 # --- what is printed
 
 
@@ -41,25 +51,22 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
     assert run(["train", "--help"]) == 0
     text = capsys.readouterr().out
     usage, _, rest = re.split("EXAMPLES|KNOBS", text)
-    assert [line for line in (usage + rest).splitlines() if len(line) > columns] == []
+    assert max(map(len, (usage + rest).splitlines())) <= columns
     for part in ("GROUPS", "llama_100m", "FLAGS", "--allow", "hydra.run.dir"):
         assert part in rest
     if columns == 100:  # what is needed first stands on the first screen
         assert len(text.partition("FLAGS")[0].splitlines()) <= 30
     # Every knob has its text, beside or below it.
-    for knob in ("train.max_steps", "optimizer.lr", "schedule.warmup_steps", "model.d_model",
-                 "data.train_files", "batch.real_batch_size"):  # fmt: skip
+    for knob in ("train.max_steps", "optimizer.lr", "model.d_model", "data.train_files"):
         assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "verify data", "tasks.make"])
 def test_a_wrong_flag_is_refused_in_one_line(capsys, command):
-    main = make.main if command == "tasks.make" else run
-    words = [] if command == "tasks.make" else command.split()
+    main, words = (make.main, []) if command == "tasks.make" else (run, command.split())
     assert main([*words, "--no-such-flag", "a", "b"]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("llmexp: ")
+    assert (out, err.count("\n"), err.startswith("llmexp: ")) == ("", 1, True)
     assert "--help" in err or "--no-such-flag" in err
 
 
@@ -180,9 +187,7 @@ def test_plan_prints_the_banner_of_the_run(tmp_path, capsys, monkeypatch):
     """And three runs that start in the same second get three folders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nname: stamp\nhydra: {run: {dir: outputs/stamp/now}}\n"
-    (tmp_path / "conf" / "experiment" / "stamp.yaml").write_text(text)
+    experiments(tmp_path, stamp="name: stamp\nhydra: {run: {dir: outputs/stamp/now}}")
     given = [*RUN, "--config-dir=conf", "experiment=stamp"]
     assert run(["plan", *given]) == 0
     planned = capsys.readouterr().out.partition("\nmemory ")[0].strip()
@@ -194,27 +199,22 @@ def test_plan_prints_the_banner_of_the_run(tmp_path, capsys, monkeypatch):
     assert all(planned in out for out, _ in outs)
 
 
-def test_the_user_chooses_the_folder(tmp_path):
-    """Spaces, other scripts, nesting, absolute; with closed streams."""
+def test_the_user_chooses_the_folder_and_may_close_what_is_printed(tmp_path):
+    """Spaces, other scripts, nesting, absolute; closed streams; a pipe that ends early, also of a
+    sweep, where the parent prints too, and of what only prints."""
     name = "a b/wörk 数/run"
     result = llmexp("train", *RUN, f"hydra.run.dir='{tmp_path / name}'", cwd=tmp_path)
     assert result.code == 0, result.err
-    assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 3
     assert [p.name for p in tmp_path.iterdir()] == ["a b"]
-    closed = f"LLMEXP train {' '.join(RUN)} hydra.run.dir=closed <&- >&- 2>&-"
-    assert shell(closed, tmp_path).returncode == 0
-    assert len((tmp_path / "closed" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_head_leaves_training_unaffected(tmp_path):
-    """Also of a sweep, where the parent prints too, and of what only prints."""
+    train = f"LLMEXP train {' '.join(RUN)}"
+    assert shell(f"{train} hydra.run.dir=closed <&- >&- 2>&-", tmp_path).returncode == 0
     for extra in ("hydra.run.dir=one", "-m train.seed=1 hydra.sweep.dir=two", "--info"):
-        line = f"LLMEXP train {' '.join(RUN)} {extra} | head -1; exit ${{PIPESTATUS[0]}}"
-        done = shell(line, tmp_path)
+        done = shell(f"{train} {extra} | head -1; exit ${{PIPESTATUS[0]}}", tmp_path)
         assert "Traceback" not in done.stderr
         assert done.returncode == 0 or extra == "--info", done.stderr
-    for path in ("one", "two/0-run"):
+    for path in (name, "closed", "one", "two/0-run"):
         assert json.loads((tmp_path / path / "status.json").read_text())["state"] == "finished"
+        assert len((tmp_path / path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 # --- sweeps
@@ -252,10 +252,8 @@ def test_failing_points_touch_no_other(tmp_path):
 def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):
     """hydra.mode and hydra.sweeper.params in the user's experiment; a second start is refused
     before it writes."""
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
     sweep = "{mode: MULTIRUN, sweeper: {params: {train.seed: '1,2'}}}"
-    file = tmp_path / "conf" / "experiment" / "grid.yaml"
-    file.write_text(f"# @package _global_\nhydra: {sweep}\n")
+    experiments(tmp_path, grid=f"hydra: {sweep}")
     where = ["hydra.sweep.dir=grid", "hydra.sweep.subdir='s ${train.seed}/é'"]
     command = [*RUN, "train.max_steps=1", "--config-dir", "conf", "experiment=grid", *where]
     result = llmexp("train", *command, cwd=tmp_path)
@@ -272,11 +270,9 @@ def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):
 def test_a_budget_on_the_command_line_replaces_that_of_a_file(capfd, tmp_path, monkeypatch):
     """In an experiment's section, and in its hydra.sweeper.params."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    one = "# @package _global_\ntrain:\n  max_tokens: 2400\n"
-    sweep = "hydra: {sweeper: {params: {train.max_steps: '5,6', train.seed: '1,2'}}}\n"
-    (tmp_path / "conf" / "experiment" / "one.yaml").write_text(one)
-    (tmp_path / "conf" / "experiment" / "swept.yaml").write_text(one + sweep)
+    sweep = "hydra: {sweeper: {params: {train.max_steps: '5,6', train.seed: '1,2'}}}"
+    one = "train: {max_tokens: 2400}"
+    experiments(tmp_path, one=one, swept=f"{one}\n{sweep}")
     base = [o for o in RUN if not o.startswith("train.max")] + ["--config-dir=conf"]
 
     def plan(*arguments: str) -> str:
@@ -369,15 +365,3 @@ def test_a_signal_before_training(tmp_path, moment, number):
     assert "Traceback" not in err
     wait_for(lambda: not session(process.pid))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_tokenizer_is_trained_and_used(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text('{"text": "so many words, so little time"}\n' * 40)
-    source = ["data=corpus", "data.sources.words.files=a.jsonl"]
-    assert run(["tokenizer", "--vocab-size", "270", *source]) == 0
-    assert "ids from 40 training documents (validation left out)" in capsys.readouterr().out
-    assert Path("tokenizers/bpe-270/bpe-270.tiktoken").exists()
-    use = ["tokenizer=file", "tokenizer.path=tokenizers/bpe-270", "data.cache_dir=cache"]
-    assert run(["prepare", *source, *use]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["source", "split", "files"]
