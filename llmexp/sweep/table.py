@@ -16,6 +16,7 @@ from typing import Any
 
 from llmexp.compose.app import refuse_hosts, typed_config
 from llmexp.compose.command_line import recordable
+from llmexp.compose.overrides import key_of
 from llmexp.config.convert import with_knobs
 from llmexp.config.knobs import deciding_result
 from llmexp.config.labels import plural, short_value
@@ -152,8 +153,16 @@ def place_points(
         placed[entry.folder] = point
     taken = {*placed}
     for one in refused:
-        there = (e for e in ledger.points if e.overrides == one.overrides and e.folder not in taken)
-        entry = next(there, None) or ledger.add(one.label, one.overrides)
+        wanted = _with_any_budget(one, ledger)
+        there = (
+            e
+            for e in ledger.points
+            if e.overrides == one.overrides
+            or (e.state == "infeasible" and _with_any_budget(e, ledger) == wanted)
+        )
+        free = (e for e in there if e.folder not in taken)
+        entry = next(free, None) or ledger.add(one.label, one.overrides)
+        entry.overrides = one.overrides
         taken.add(entry.folder)
         if entry.state != "finished":
             entry.refused = one_line(one.refused or "")
@@ -175,13 +184,19 @@ def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, LedgerEntry
         for e in ledger.points:
             with contextlib.suppress(ConfigError):
                 solved[ledgers.config_identity(rundir.read_config(ledger.path / e.folder))] = e
-    infeasible = {str(e.overrides): e for e in ledger.points if e.state == "infeasible"}
+    infeasible = {_with_any_budget(e, ledger): e for e in ledger.points if e.state == "infeasible"}
     found = dict[str, LedgerEntry]()
     for point in points:
         entry = known.get(point.identity) or solved.get(point.solved)
-        if entry := entry or infeasible.get(str(point.entry.overrides)):
+        if entry := entry or infeasible.get(_with_any_budget(point.entry, ledger)):
             found[point.identity] = entry
     return found
+
+
+def _with_any_budget(entry: LedgerEntry, ledger: Ledger) -> str:
+    """Return what a point's overrides have in common with those of the point made longer."""
+    budgets = {*BUDGETS} - {*ledger.swept}
+    return str([text for text in entry.overrides if key_of(text) not in budgets])
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
