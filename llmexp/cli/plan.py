@@ -32,7 +32,8 @@ def plan(
         command_line.refuse_unused(line.overrides, multirun, "plan")
         chosen = build_plan(app.section(cfg, "plan"))
         if multirun:
-            from llmexp.sweep.grid import points_of, seeded
+            from llmexp.sweep.deciding import seeded
+            from llmexp.sweep.grid import points_of
             from llmexp.sweep.main import section_of
 
             knobs, where = section_of(cfg)

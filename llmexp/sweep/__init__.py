@@ -10,8 +10,8 @@ planning  the table of `plan -m`
 current   what all parts of the running sweep share; `check` assembles points, in another process
 table     which runs the sweep has of what is asked for: new ones, longer ones, copies
 running   the loop that drives local, Slurm or Ray: submit, look, cancel; rungs of halving
-grid      policies, which ask for runs: all combinations, or a screen; seeds until it is
-          decided which setting is best; twins of the leader
+grid      policies, which ask for runs: all combinations, or a screen; twins of the leader
+deciding  seeds, until it is decided which setting is best
 search    points that Optuna chooses, and the best of them with fresh seeds
 local     process trees on this machine, a device slot each; kills a run that is silent
 slurm     job arrays, and their jobs; slurm_job runs inside, and goes on after a preemption

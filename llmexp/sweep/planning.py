@@ -15,7 +15,7 @@ from llmexp.config.values import ConfigError
 from llmexp.folders.ledger import LedgerEntry, PointFacts, config_identity
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.sweep.grid import refuse_undecidable
+from llmexp.sweep.deciding import refuse_undecidable
 from llmexp.sweep.points import Point, counted, reasons, split_duplicates
 from llmexp.sweep.section import Sweep
 from llmexp.sweep.show import ONE_RUN, fitted, naming, warn_of_budgets, width_of

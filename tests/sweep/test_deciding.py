@@ -19,7 +19,7 @@ from llmexp.compare.records import Record, Verdict
 from llmexp.config.values import ConfigError
 from llmexp.folders import ledger as ledgers
 from llmexp.folders.ledger import LedgerEntry, Look
-from llmexp.sweep.grid import Deciding, seeded
+from llmexp.sweep.deciding import Deciding, seeded
 from llmexp.sweep.planning import seeds_in_words
 from llmexp.sweep.section import build_sweep
 from llmexp.sweep.show import values_of
@@ -34,7 +34,7 @@ FULL = 8
 @pytest.fixture
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated sweeps print and write nothing."""
-    monkeypatch.setattr("llmexp.sweep.grid.say", lambda text: None)
+    monkeypatch.setattr("llmexp.sweep.deciding.say", lambda text: None)
     monkeypatch.setattr(ledgers.Ledger, "save", lambda self: None)
 
 
