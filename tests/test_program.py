@@ -173,6 +173,10 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     last = {float(np.float32(run.rows("train/loss")[-1])) for run in grid}
     assert last <= {drawn[-1] for drawn in losses if len(drawn) == 4}
     assert llmexp.compare("grid/*", sort="train/loss").data["metric"] == "train/loss"
+    tokens, losses = grid[1].rows("tokens_seen", "val/loss")
+    (one,) = llmexp.compare(grid[1:], target=f"val/loss={losses.mean()}").data["runs"]
+    assert one["target/tokens"] == pytest.approx(tokens.mean())
+    assert [one["target/after"], one["target/by"]] == tokens.tolist()
     printed_by(capsys, "compare", "grid", "--out", "grid.csv")
     table = list(csv.DictReader(Path("grid.csv").read_text().splitlines()))
     pytest.importorskip("pandas")

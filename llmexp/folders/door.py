@@ -167,7 +167,7 @@ def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     return row
 
 
-def _is_number(figure: object) -> bool:
+def _is_number(figure: Any) -> bool:
     return type(figure) in _NUMBERS and abs(figure) <= _LARGEST
 
 

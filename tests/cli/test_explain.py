@@ -19,6 +19,7 @@ from llmexp.config.values import flatten
 from llmexp.run import Run
 from llmexp.run.layout import Layout
 from tests.conftest import TINY
+from tests.tools import printed
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
 # Whose values come from several places; by its short name, in a group, of a sweep, in a section;
@@ -65,6 +66,10 @@ def test_the_screens_of_explain(capsys, tmp_path, monkeypatch, words):
         given = shlex.split(screen.replace("SYNTHETIC", shlex.join(SYNTHETIC)))
         assert run(["explain", *given]) == 0
         words("cli/explain", capsys.readouterr().out, f"explain {screen}")
+        if screen.startswith(("clip.max_norm -m clip", "real_batch_size", "warmup_updates")):
+            assert run(["explain", *given, "--json"]) == 0
+            found = printed("explain", capsys.readouterr().out)
+            assert ("swept" in found) == screen.startswith("clip.max_norm")
 
 
 def test_every_knob_is_explained_on_one_screen(monkeypatch):

@@ -24,7 +24,7 @@ WORDS = {
     "replay": ["run@3"],
     "runs": ["run"],
     "sample": ["run", "--tokens", "3"],
-    "tokenizer": ["--vocab-size", "260", "data=text", "data.train_files=a.txt"],
+    "tokenizer": ["--vocab-size", "260", "data=corpus", "data.sources.a.files=a.txt"],
 }
 ELSEWHERE = {"compare", "fit", "next", "train"}  # tests of their rooms
 PRINTS = {"resume", "sync", "verify"}  # lines as they come, and no answer
@@ -48,6 +48,9 @@ def test_an_answer_is_as_its_schema_says(capfd, name):
     printed(name, done.out)
     if name == "tokenizer":
         assert Path("tokenizers/bpe-260/bpe-260.tiktoken").is_file()
+        use = ["tokenizer=file", "tokenizer.path=tokenizers/bpe-260"]
+        done = run_here(capfd, "prepare", "data=corpus", "data.sources.a.files=a.txt", *use)
+        assert done.code == 0, done.err
 
 
 @pytest.mark.usefixtures("there")

@@ -127,6 +127,9 @@ def test_what_comes_from_runs_is_text():
     assert not [tag for tag, _ in outline.tags if tag == "img"]
     assert outline.text().count("onerror=") >= 10
     assert html.count("<script") == html.count("</script>") == 3
+    made = failed()
+    made.settings[-1].note = "a rank was killed (SIGKILL)"
+    assert "a rank was killed (SIGKILL)" in Outline(page(made)).text()
 
 
 def test_curves_keep_their_spikes_and_their_evaluations():

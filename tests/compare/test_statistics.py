@@ -19,6 +19,10 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
     # 95 % of 2000, whose standard deviation is sqrt(2000 * .95 * .05) = 9.7: within four of them.
     assert abs(hits - 1900) < 39
     assert mean_interval([2.5]) == (2.5, None)
+    values = [2.61, 2.62, 2.632]
+    mean, (low, high) = mean_interval(values)
+    half = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)
+    assert (mean - low, high - mean) == pytest.approx((half, half), rel=1e-6)
 
 
 @pytest.mark.parametrize(

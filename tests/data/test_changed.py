@@ -290,8 +290,10 @@ def pieces(pair: bytes) -> bytes:
 
 WORDS = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8).tobytes()
 OTHERS = WORDS.replace(b"a", b"b")
+JSON = [b'{"text": "' + words + b'"}' for words in (WORDS, OTHERS)]
 REPLACED = {
     "file.txt": (WORDS, OTHERS, ["data=text", "data.train_files=file.txt"]),
+    "file.jsonl": (*JSON, ["data=corpus", "data.sources.x.files=file.jsonl"]),
     "file.bin": (WORDS, OTHERS, ["data=tokens", "data.train_files=file.bin",
                  "model.vocab_size=65536"]),
     "file.tiktoken": (pieces(b"ab"), pieces(b"ac"), ["data=text", "data.train_files=words.txt",
@@ -308,14 +310,14 @@ def test_a_file_is_replaced_by_one_of_the_same_size_and_time(tmp_path, name):
     path.parent.mkdir()
     os.symlink(path, tmp_path / name)
     (tmp_path / "words.txt").write_bytes(WORDS)
-    settings = [*TINY, *data, "data.val_ratio=0"]
+    settings = [*TINY, *data, *(["data.val_ratio=0"] if "data=corpus" not in data else [])]
 
     def command(*words: str) -> Result:
         return llmexp(*words, cwd=tmp_path, LLMEXP_CACHE_DIR=str(tmp_path / "cache"))
 
     def replace_by(content: bytes) -> None:
         """Write in place, as cp -p and rsync --inplace, or another file, as rsync -t."""
-        new = path.with_suffix(".new") if name == "file.bin" else path
+        new = path.with_suffix(".new") if name in ("file.bin", "file.jsonl") else path
         new.write_bytes(content)
         os.replace(new, path)
         os.utime(path, ns=LONG_AGO)
@@ -336,5 +338,6 @@ def test_a_file_is_replaced_by_one_of_the_same_size_and_time(tmp_path, name):
     assert "the data changed since the run started" in refused.err
     assert not np.array_equal(there(), before)
     replace_by(given)
+    assert np.array_equal(there(), before)
     resumed = command("resume", "run", "train.stop_step=null")
     assert resumed.code == 0, resumed.err

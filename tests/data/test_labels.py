@@ -51,6 +51,7 @@ def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
     found = tokens()
     names = [[f"{name}{end}.npy" for name in "ab"] for end in ("", "-labels")]
     ids, labels = (np.concatenate([np.load(n).astype(int) for n in some]) for some in names)
+    assert ((ids[1:150] == 7) & (labels[1:150] != -100)).any()
     mask = TargetMask(ignore_id=7, document_end=3)
     order = Sampler(found.train, LENGTH, 4, 25, 0, shuffle=False, mask=mask)
     at = 0

@@ -24,7 +24,6 @@ from tests.tools import (
     alive,
     cut_after,
     exact,
-    run_here,
     same_state,
     wait_for,
     weights,
@@ -355,11 +354,13 @@ def test_three_ranks_go_on_to_the_same_bits(tmp_path, settings):
     same_state(*(run.folder / "checkpoints" / "step_00000008" for run in (whole, part)))
 
 
-def test_offload_is_noted_on_a_cpu(capfd):
-    """tests/models/test_trunk.py and tests/train/test_own_state.py have that it changes no bit."""
-    key = "parallelism.activation_checkpointing=offload"
-    done = run_here(capfd, "plan", *TINY, "data=synthetic", key)
-    assert f"{key} saves nothing on a CPU" in done.out + done.err
+def test_offload_changes_no_bit_and_is_noted_on_a_cpu(tmp_path, settings):
+    settings = [*settings, "model.dropout=0.1", "train.max_steps=3", "precision=fp32"]
+    key = "parallelism.activation_checkpointing"
+    runs = [train(tmp_path, kind, *settings, f"{key}={kind}") for kind in ("none", "offload")]
+    assert exact(runs[1]) == exact(runs[0])
+    noted = [f"{key}=offload saves nothing on a CPU" in run.out + run.err for run in runs]
+    assert noted == [False, True]
 
 
 @pytest.mark.slow

@@ -92,9 +92,16 @@ def test_the_end_counts_as_the_rows_of_applied_updates_do(halved, rule, measure,
     shares = [row["share"] for row in found["table"]]
     assert shares == sorted(shares, reverse=True)
     assert any(0 < share < 1 for share in shares)
+    if rule in ("adaptive", "update", "heads"):
+        text = f"{100 * found['share']:.3g} % of {measure} clipped at"
+        assert text in " ".join(halved(rule).out.split())
     mean = pytest.approx(np.mean([row.get("clip_coefficient", 1) for row in rows]))
     if rule in ("adaptive", "update"):
         assert own["coefficient"] == mean
+    elif rule == "per_group":
+        for row in rows:
+            square = row["grad_norm"] ** 2 - row[ATTENTION] ** 2 + min(row[ATTENTION], 0.3) ** 2
+            assert row["grad_norm_post_clip"] == pytest.approx(square**0.5, rel=1e-5)
     elif rule == "value":
         assert own == {"limit": 0.05, "share": clip["share"]}
     elif rule == "heads":  # beside the limit on the norm

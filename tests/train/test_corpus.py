@@ -10,7 +10,7 @@ import pytest
 from llmexp.cli.running import run_command
 from llmexp.config.values import ConfigError
 from tests.conftest import TINY, Result, train
-from tests.train.resumed import goes_on_from
+from tests.train.resumed import ends, goes_on_from
 from tests.train.test_branches import planned
 
 
@@ -119,3 +119,27 @@ def test_a_stage_of_data_that_begins_with_the_end_is_said_never_to_begin(one, mo
     assert [re.findall("data.stages|1,15.", text)[:2] for text in found] == [
         ["data.stages", "1,152"]
     ]
+
+
+def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
+    pytest.importorskip("tokenizers")
+    source = ["data=corpus", f"data.sources.web.files={files}/web.jsonl"]
+    for size in ("260", "300"):
+        ends(tmp_path, "tokenizer", f"--vocab-size={size}", *source)
+    out = ends(
+        tmp_path, "train", "-m", *TINY, *source, f"data.val.far.files={files}/far.jsonl",
+        f"data.val.code.files={files}/code.jsonl", "train.max_tokens=800", "train.log_every=5",
+        "tokenizer=file", "tokenizer.path=tokenizers/bpe-260,tokenizers/bpe-300",
+        "train.eval_every=10", "hydra.sweep.dir=sweep",
+    ).out  # fmt: skip
+    answer, bits = " ".join(out.split()), {}
+    for run in (tmp_path / "sweep").glob("*/status.json"):
+        summary = json.loads(run.read_text())["summary"]
+        bits[run.parent.name.partition("bpe-")[2]] = summary["final val/bits_per_byte"]
+        facts = json.loads((run.parent / "run.json").read_text())
+        assert facts["data_fingerprint"]["tokenizer_sha256"]
+    first = re.search(r"one seed each: path=(\S+), val bits/byte", answer)[1]
+    assert first.endswith(min(bits, key=bits.get))
+    assert "losses per token do not compare" in answer
+    shown = ends(tmp_path, "compare", "sweep", "--sort=val/code/bits_per_byte").out
+    assert ", val code bits/byte " in " ".join(shown.split())

@@ -189,7 +189,10 @@ def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):
     assert rundir.read_status(tmp_path)["summary"] == {"steps": 10}
 
 
-WAYS = ["alone", "alone, full disk", "committing", "written", "written later", "not written"]
+WAYS = [
+    "alone", "alone, full disk", "alone, unwritten", "committing", "written", "written later",
+    "not written",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -205,10 +208,11 @@ def test_one_rank_alone_finishes_only_a_save_that_all_have_written(tmp_path, mon
         (files / "written-00001.json").touch()
     committed = Place(full="full" in way)
     write = committed.close if way == "committing" else lambda: time.sleep(0.05)
-    task = loop.writer.submit(write)
+    task = loop.writer.submit(Place(full=True).close if way == "alone, unwritten" else write)
     checkpointing.finish_alone(loop, Saving(2, committed.close, task, way == "committing"))
-    lost = {"not written": "rank 1", "alone, full disk": "no room"}.get(way)
-    assert committed.closed == (way != "not written")
+    no_room = dict.fromkeys(("alone, full disk", "alone, unwritten"), "no room")
+    lost = ({"not written": "rank 1"} | no_room).get(way)
+    assert committed.closed == (way not in ("not written", "alone, unwritten"))
     assert loop.saved == ([] if lost else [2])
     assert loop.saving is None
     assert len(loop.console.lines) == bool(lost)

@@ -4,6 +4,7 @@ formulas; what is set is written back, so that nothing sets it twice."""
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,9 @@ def test_rules_are_the_formulas_of_their_papers_and_what_is_given_stays(usual, r
             assert found is None
         else:
             assert found == pytest.approx(expected, rel=1e-12)
-            assert f"{name} = " in words
+            assert re.search(rf"\b{name} = [^;]*\b{re.escape(f'{found:.6g}')}", words), words
+    if rule == "step_law":
+        assert f"), N {n:,.10g}, D {d:,.10g}: B" in words
     assert words.startswith(f"{rule} ({SCALING_RULES[rule].source}), ")
     assert solve_rule(solved, dp, TokenCost(flops, n)) == (solved, words)  # solved into itself
     cut = dataclasses.replace(solved, batch=solve_batch(solved.batch, dp))
