@@ -235,8 +235,8 @@ def object_in(path: Path, kinds: Mapping[str, Any] | None = None) -> Plain:
         raise ConfigError("damaged_file", f"{path}: holds no object")
     if "format" in kinds.keys() & found:
         check_format(path, found["format"], RUN_FORMAT)
-    for key in kinds.keys() & found:
-        if not fits(kinds[key], found[key]):
+    for key in found:
+        if not fits(kinds.get(key, Any), found[key]):
             raise ConfigError(
                 "damaged_file",
                 f"{path}: {key}={reprlib.repr(found[key])}: is not a value of this key",
