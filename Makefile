@@ -46,7 +46,8 @@ words: .venv/.ready
 same: .venv/.ready
 	.venv/bin/python -m tests.golden.same $(BASE) $(ARGS)
 
-# Small faults, planted one at a time: which test finds each, and which live. Hours; ARGS='--group run --sample 5' tries some.
+# Small faults, planted one at a time: which test finds each, and which live. Hours; ARGS='--group run --sample 5' tries some,
+# --limit-s 40 leaves open what takes longer.
 mutants: .venv/.ready
 	.venv/bin/python -m tools.mutants run $(ARGS)
 
