@@ -4,7 +4,7 @@ In reading order:
 
 kinds      the kinds of refusals, one word each
 values     how a knob is declared, and how a value is refused; the spelling of "Did you mean"
-variables  variables of the environment in values, and which hold secrets
+variables  variables of the environment in values, and which names mean secrets
 forms      values of a form of their own: a batch ramp, hooks
 sections   the closed sections: meaning, unit, range and effect of each knob
 clipping   how a rule of clipping is declared

@@ -6,7 +6,7 @@ order        sequence k of a run: a pure function of the seed and k
 window       what one optimizer step is fed with
 sampler      from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
-mixture      which source sequence k of a mixture comes from
+mixture      which source sequence k of a mixture comes from, by its weights at that stage
 hub          datasets of Hugging Face
 sniffing     what a file is, by its first bytes; files that are compressed
 documents    documents, records that are none, counts; of text, JSON, Parquet and Arrow

@@ -2,7 +2,7 @@
 
 In reading order:
 
-rundir      claim and lock a folder; its config and status; whether its process is alive
+rundir      claim a folder under a free name, lock it; its config and status; who is alive
 steps       steps.bin, what each step came to
 door        check what a folder holds, once, where it is read
 rows        read metrics.jsonl, and write both while a run trains

@@ -8,7 +8,7 @@ is found.json.
 In reading order:
 
 calibration    a run's steps and what comes between them, timed before it is started
-replay         a run repeated up to a step, which is looked into
+replay         a run repeated up to a step, which is looked into; verify/replay judges it
 diagnosis      the module of a step gone wrong
 ranks          started on this host, watched, and started again when one is lost
 micro_batch    batch.micro_batch_size=auto, found where the run starts

@@ -10,6 +10,6 @@ states     what an optimizer keeps, taken apart into tensors and plain values
 eval_weights optimizers that train at one point and are evaluated at another (schedule-free)
 held       what optimizers hold, each parameter once
 trying     a trial on a few tensors of those that are none of ours
-groups     factors on the rate and the weight decay of single parameters
+groups     factors on the rate and the weight decay of single parameters: by name, by width (muP)
 twin       other last bits of the initial weights
 """

@@ -2,11 +2,10 @@
 
 In reading order:
 ladders        runs at their own ends, runs of others, and which of them are one ladder
-surface        E + A N^-alpha + B D^-beta, or over one axis: the fit, of many samples at a time;
-               the best size at some compute, the compute for some loss
-law            what every law has: draws of what could have been measured as well, intervals from
-               them, what it makes of runs that it has not seen; the surface of a ladder with its
-               rungs and its frontier, a power law over one axis
+surface        arrays of E + A N^-alpha + B D^-beta, or over one axis: fitted to many samples at
+               a time; the best size at some compute, the compute for some loss
+law            laws fitted to ladders, and their intervals: draws of what could have been measured
+               as well; what a law makes of runs that it has not seen
 isoflop        parabolas, one a budget, and their bias
 gain           two ladders: the compute that a change needs
 answer         all of the above in order: paths -> `Fits`

@@ -10,6 +10,6 @@ resume       killed at random moments and resumed: bit-equal
 reference    the independent float64 loop that geometry compares with, its rules of clipping
 geometry     all cuts compute the same, as far as rounding may take them
 transfer     models of several widths: activations of like size
-replay       a step of a run again: the data or the state
+replay       the step at which a run went wrong, again: the data or the state
 data         every token in range, each sequence once; documents of corpora: none in two sets
 """
