@@ -152,16 +152,16 @@ def place_points(
             point = dataclasses.replace(point, config=as_begun(point, grown))
         placed[entry.folder] = point
     taken = {*placed}
+    left_out = {
+        e.folder: _with_any_budget(e, ledger) for e in ledger.points if e.state == "infeasible"
+    }
     for one in refused:
         wanted = _with_any_budget(one, ledger)
+        free = (e for e in ledger.points if e.folder not in taken)
         there = (
-            e
-            for e in ledger.points
-            if e.overrides == one.overrides
-            or (e.state == "infeasible" and _with_any_budget(e, ledger) == wanted)
+            e for e in free if e.overrides == one.overrides or left_out.get(e.folder) == wanted
         )
-        free = (e for e in there if e.folder not in taken)
-        entry = next(free, None) or ledger.add(one.label, one.overrides)
+        entry = next(there, None) or ledger.add(one.label, one.overrides)
         entry.overrides = one.overrides
         taken.add(entry.folder)
         if entry.state != "finished":
