@@ -63,6 +63,12 @@ def test_a_skipped_update_leaves_everything_and_the_next_is_as_if_it_had_not_bee
         else:
             updating.update(plain_optimizers, NO)
             assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
+    give_gradients(8, model)
+    updating.update(optimizers, YES)
+    give_gradients(9, model, plain_model)
+    for each in (optimizers, plain_optimizers):
+        updating.update(each, False)  # by the host: the flag on the device no longer counts
+    assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"])
