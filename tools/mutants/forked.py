@@ -1,7 +1,8 @@
 """Run pytest in forks of one process that has imported what tests and commands import, but llmexp.
 
-`python -m tools.mutants.forked` reads a line of JSON for each try: the arguments of pytest and the
-file for what it prints. It answers with the exit code. Its imports are most of what a test costs.
+`python -m tools.mutants.forked` reads a line of JSON for each try: the arguments of pytest, the
+file for what it prints and that of `tools.mutants.told`. It answers with the exit code. Its imports
+are most of what a test costs.
 """
 
 from __future__ import annotations
@@ -100,8 +101,6 @@ def main() -> None:
             finally:
                 sys.stdout.flush()
                 os._exit(code)
-        answers.write(json.dumps(pid) + "\n")
-        answers.flush()
         _, status = os.waitpid(pid, 0)
         answers.write(json.dumps(os.waitstatus_to_exitcode(status)) + "\n")
         answers.flush()

@@ -69,14 +69,12 @@ class Forks:
             cwd=copy, env=os.environ | cache | ours, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self.pid, self.try_pid = self._process.pid, 0
+        self.pid = self._process.pid
 
     def start(self, arguments: list[str], told: str) -> None:
         assert self._process.stdin
-        assert self._process.stdout
         request = {"arguments": arguments, "log": str(self.log), "told": told}
         self._process.stdin.write(json.dumps(request) + "\n")
-        self.try_pid = int(self._process.stdout.readline())
 
     def ended(self) -> int | None:
         """Return the exit code of the try; None while it runs."""
