@@ -31,7 +31,9 @@ from llmexp.compose.overrides import (
     as_text,
     at,
     chooses,
+    chosen,
     file_at,
+    keep_files,
     key_of,
     layers,
     loader,
@@ -118,13 +120,13 @@ def _compose_here(there: Any) -> None:
     """Have Hydra put files together, and what stands on a command line be put into them here.
 
     So is each config that Hydra composes, also by itself, and nothing in it runs code."""
-    load = there.load_configuration
+    load, keep = there.load_configuration, keep_files(there)
 
     def load_configuration(
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         asked = parsed(overrides)
-        choices = [o for o in asked if chooses(o) and not o.is_sweep_override()]
+        choices = chosen(asked)
         if there.beneath or any(key_of(o) == "fork.run" for o in overrides):
             config_name = forking.root_of(there.beneath, overrides) or config_name
         lines = [str(o.input_line) for o in choices]
@@ -136,6 +138,7 @@ def _compose_here(there: Any) -> None:
             raise _misfit(
                 error, lines, lambda words: load(config_name, words, *args, **kwargs)
             ) from None
+        keep(config_name, choices)
         refuse_code(cfg)
         values = [o for o in asked if o not in choices and not o.is_sweep_override()]
         swept = [o for o in asked if o.is_sweep_override() and not chooses(o)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.config.knobs import takes_text
@@ -85,7 +84,12 @@ def typed_in(cfg: DictConfig) -> list[str]:
 
 def parsed(overrides: Iterable[str]) -> list[Override]:
     """Return the overrides as Hydra reads them. Raises HydraException."""
-    found: list[Override] = OverridesParser.create(loader()).parse_overrides(list(overrides))
+    return [_parsed(loader(), override) for override in overrides]
+
+
+@functools.lru_cache(maxsize=4096)  # the grammar is slow, and each line is asked for several times
+def _parsed(there: Any, override: str) -> Override:
+    found: Override = OverridesParser.create(there).parse_overrides([override])[0]
     return found
 
 
@@ -126,16 +130,38 @@ class Layer:
 
 def layers(cfg: DictConfig) -> list[Layer]:
     """Return all that sets values in a composed config, the last word last."""
-    found, there, typed = [], loader(), typed_in(cfg)
-    name = cfg.hydra.job.config_name
-    for default in there.compute_defaults_list(name, typed, RunMode.RUN).defaults:
+    found, typed = [], parsed(typed_in(cfg))
+    for default in loader().files[files_key(cfg.hydra.job.config_name, chosen(typed))]:
         path, package = default.config_path, default.package or ""
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
         source, values, _ = file_at(path)
         below = f"{package}." if package else ""
         found.append(Layer(source, {f"{below}{key}": v for key, v in values.items()}))
-    return found + [Layer(COMMAND_LINE, set_by(o)) for o in parsed(typed)]
+    return found + [Layer(COMMAND_LINE, set_by(o)) for o in typed]
+
+
+def keep_files(there: Any) -> Callable[[str | None, Sequence[Override]], None]:
+    """Return what keeps, in `files` of a loader, which files Hydra put together last.
+
+    It is given the config's name and the choices of groups: to work the files out again is slow."""
+    put_together, last = there._compose_config_from_defaults_list, list[Any]()
+
+    def together(defaults: Sequence[Any], repo: Any) -> Any:
+        last[:] = [defaults]
+        return put_together(defaults, repo)
+
+    def keep(config_name: str | None, choices: Sequence[Override]) -> None:
+        (there.files[files_key(config_name, choices)],) = last
+
+    there.files = {}
+    there._compose_config_from_defaults_list = together
+    return keep
+
+
+def files_key(config_name: str | None, choices: Sequence[Override]) -> tuple[Any, ...]:
+    """Return the key of the files of a config: its name, and what is chosen of groups."""
+    return config_name, *sorted(str(o.input_line) for o in choices)
 
 
 def set_by(override: Override) -> Plain:
@@ -191,8 +217,18 @@ def origin(cfg: DictConfig, key: str) -> str | None:
 def chooses(override: Override) -> bool:
     """Return whether an override chooses or leaves out an option of a group."""
     group, value = override.key_or_group, override.value()
-    a_group = group != "hydra" and loader().repository.group_exists(group)
-    return a_group and not isinstance(value, dict)
+    return group != "hydra" and is_group(loader(), group) and not isinstance(value, dict)
+
+
+@functools.lru_cache(maxsize=512)
+def is_group(there: Any, name: str) -> bool:
+    """Return whether a loader knows options of a group; one is asked for many times."""
+    return bool(there.repository.group_exists(name))
+
+
+def chosen(overrides: Sequence[Override]) -> list[Override]:
+    """Return those of them that choose one option of a group."""
+    return [o for o in overrides if chooses(o) and not o.is_sweep_override()]
 
 
 def note_overrides(cfg: DictConfig, overrides: Sequence[Override]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from llmexp.compose.overrides import loader, note_overrides, parsed, unresolved
+from llmexp.compose.overrides import is_group, loader, note_overrides, parsed, unresolved
 
 _PLAIN = re.compile(r"(?!fork\.run\.)(\w+\.)+")  # a key, and a dot
 
@@ -26,9 +24,6 @@ class Composer:
     def __init__(self, base: DictConfig) -> None:
         self._loader, self.base = loader(), base
         self._of_hydra = parsed(unresolved(base.hydra.overrides)["hydra"])
-        parser = OverridesParser.create(config_loader=self._loader)
-        self._parse = functools.cache(parser.parse_override)
-        self._is_group = functools.cache(self._loader.repository.group_exists)
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
@@ -36,7 +31,7 @@ class Composer:
 
         Raises Hydra's exceptions.
         """
-        asked = [self._parse(text) for text in overrides]
+        asked = parsed(overrides)
         plain = self._plain(asked)
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in asked)
         cfg = self._composed.get(shape)
@@ -57,7 +52,7 @@ class Composer:
 
         No other override is for the same key, a section of it or one in it.
         """
-        keys = [f"{o.key_or_group}." for o in asked if not self._is_group(o.key_or_group)]
+        keys = [f"{o.key_or_group}." for o in asked if not is_group(self._loader, o.key_or_group)]
         found = []
         for o in asked:
             own, kind = f"{o.key_or_group}.", (o.type, o.package, o.is_hydra_override())
