@@ -12,7 +12,7 @@ execution  the closed sections that change no result
 parts      finds the arguments that models, data sources, optimizers and schedules share
 rules      what of these follows from few numbers: shapes, and hyperparameters by optimizer.rule
 convert    from a mapping to a checked `Config`
-targets    `_target_`: from a dotted name to a function, of allowed packages only; its arguments
+targets    `_target_`: from a dotted name to a function, of packages that --allow names; arguments
 tracking   wandb's variables in the section `tracker`
 knobs      what of a config decides its result and what its work; what a resume may change
 keys       how a figure of a row is declared

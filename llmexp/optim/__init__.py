@@ -1,7 +1,7 @@
 """From gradients to new parameters.
 
 In reading order:
-precision  what `auto` computes in, autocast, the loss scale of fp16 and its overflows
+precision  what `auto` computes in, autocast, the loss scale of fp16 (`train.step` skips)
 patterns   parameters by patterns of their names
 schedule   the learning rate's factor after so many updates
 updating   sets the rate and decay of a step, and makes an update that the device can skip

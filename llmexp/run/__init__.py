@@ -1,7 +1,7 @@
 """`Run`: every derived number of a run, computed and checked in one place, saved as run.json.
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
-would. This room imports the standard library and `settings` only. In reading order:
+would. Of llmexp it imports `config` alone. In reading order:
 batch, stages, budget    the batch equation; batches that change; steps and tokens
 layout, shape, rules     ranks; sizes of a model from one number; rate, batch and more from its size
 derived, shares, banner  how a number is declared; what each source and group gets; in words

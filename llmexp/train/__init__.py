@@ -10,11 +10,11 @@ limiting       what other rules limit, measured for rows and tables
 set_up         builds the `Setup` of steps from the parts of a run
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
-loop           the loop around the step: when to evaluate, save, stop (Ctrl-C); the rows
+loop           the loop around the step: when to evaluate, save, stop (Ctrl-C, SIGTERM); the rows
 finishing      finishes each step, one later: counts it, or ends the run with words
 state          `Loop`: what it holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
-checkpointing  stages of a save between the steps; changed data files
+checkpointing  stages of a save between the steps, and one that fails; data files that change
 worker         the process: request or folder -> trained run, status, exit code
 folder         the run folder: made or found, what makes it another run, written
 beginning      what there is before the first step: console, checkpoint, rows, loop
