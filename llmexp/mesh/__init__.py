@@ -6,7 +6,8 @@ split     tensors of which each rank may hold a part
 wrap      DDP and compilation, from outside
 sharding  FSDP and tensor parallelism
 sequence  tokens between products, spread over tensor-parallel ranks
-ranks     where hosts meet; start the ranks of a host, watch them, start again when one is lost
+ranks     where hosts meet (in Slurm, else launchers/); start the ranks of a host, watch them,
+          start again when one is lost
 fake_group one rank of a run, played alone
 """
 

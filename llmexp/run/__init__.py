@@ -2,7 +2,7 @@
 
 Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
 would. Of llmexp it imports `config` alone. In reading order:
-batch, stages, budget    the batch equation; batches that change; steps and tokens
+batch, stages, budget    the batch equation; batches that change; steps, tokens, a short last batch
 layout, shape, rules     ranks; sizes of a model from one number; rate, batch and more from its size
 derived, shares, banner  how a number is declared; what each source and group gets; in words
 """

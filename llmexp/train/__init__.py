@@ -11,7 +11,7 @@ set_up         builds the `Setup` of steps from the parts of a run
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to evaluate, save, stop (Ctrl-C, SIGTERM); the rows
-finishing      finishes each step, one later: counts it, or ends the run with words
+finishing      finishes each step, one later: counts it, or ends the run (advice: modes.diagnosis)
 state          `Loop`: what it holds, how far it is, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps, and one that fails; data files that change
@@ -19,7 +19,7 @@ worker         the process: request or folder -> trained run, status, exit code
 folder         the run folder: made or found, what makes it another run, written
 beginning      what there is before the first step: console, checkpoint, rows, loop
 failing        what an exception means for the run, and the places where that is written
-group          a run on several ranks: join them, hold its folder, collect their reports
+group          several ranks: joined, the folder held, reports; a hung or lost one is named
 summary        figures of the end
 sampling       text from a model
 """
