@@ -12,6 +12,7 @@ def there(*overrides: str) -> list[str]:
 TINY = [
     "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
     "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none",
+    "train.eval_tokens=600",  # or an evaluation takes longer than the steps
     *there("train.sample_tokens=0", "metrics.picture=false"),
     "precision=fp32",  # auto is bf16 on some machines; the last, which some leave out
 ]  # fmt: skip

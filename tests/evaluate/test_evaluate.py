@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path, "run", "data=corpus", "data.sources.web.files=web.jsonl", "tokenizer=bytes",
         "data.val.held.share=0.3", "data.val.code.files=code.jsonl", f"data.cache_dir={path}/cache",
         "train.max_steps=4", "checkpoint.every=2", "train.eval_every=2", "optimizer.lr=0.02",
-        "precision=fp64", "batch.micro_batch_size=3",
+        "precision=fp64", "batch.micro_batch_size=3", "train.eval_tokens=null",
     )  # fmt: skip
     return path
 
