@@ -30,8 +30,8 @@ from llmexp.compose.command_line import refuse_unused
 from llmexp.compose.overrides import (
     as_text,
     at,
+    choices_in,
     chooses,
-    chosen,
     file_at,
     keep_files,
     key_of,
@@ -120,13 +120,13 @@ def _compose_here(there: Any) -> None:
     """Have Hydra put files together, and what stands on a command line be put into them here.
 
     So is each config that Hydra composes, also by itself, and nothing in it runs code."""
-    load, keep = there.load_configuration, keep_files(there)
+    load = keep_files(there)
 
     def load_configuration(
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         asked = parsed(overrides)
-        choices = chosen(asked)
+        choices = choices_in(asked)
         if there.beneath or any(key_of(o) == "fork.run" for o in overrides):
             config_name = forking.root_of(there.beneath, overrides) or config_name
         lines = [str(o.input_line) for o in choices]
@@ -138,7 +138,6 @@ def _compose_here(there: Any) -> None:
             raise _misfit(
                 error, lines, lambda words: load(config_name, words, *args, **kwargs)
             ) from None
-        keep(config_name, choices)
         refuse_code(cfg)
         values = [o for o in asked if o not in choices and not o.is_sweep_override()]
         swept = [o for o in asked if o.is_sweep_override() and not chooses(o)]
@@ -146,6 +145,7 @@ def _compose_here(there: Any) -> None:
         refuse_files(cfg, choices)
         put(cfg, [o for o in values if o.key_or_group.startswith(KEPT_BACK)])
         note_overrides(cfg, asked)
+        cfg.hydra.job.config_name = config_name  # whatever an override said
         refuse_code(cfg)
         return cfg
 

@@ -131,7 +131,8 @@ class Layer:
 def layers(cfg: DictConfig) -> list[Layer]:
     """Return all that sets values in a composed config, the last word last."""
     found, typed = [], parsed(typed_in(cfg))
-    for default in loader().files[files_key(cfg.hydra.job.config_name, chosen(typed))]:
+    lines = [str(o.input_line) for o in choices_in(typed)]
+    for default in loader().files[cfg.hydra.job.config_name, *lines]:
         path, package = default.config_path, default.package or ""
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
@@ -141,27 +142,25 @@ def layers(cfg: DictConfig) -> list[Layer]:
     return found + [Layer(COMMAND_LINE, set_by(o)) for o in typed]
 
 
-def keep_files(there: Any) -> Callable[[str | None, Sequence[Override]], None]:
-    """Return what keeps, in `files` of a loader, which files Hydra put together last.
+def keep_files(there: Any) -> Callable[..., DictConfig]:
+    """Return `load_configuration` of a loader, which then keeps the files of each config it loads.
 
-    It is given the config's name and the choices of groups: to work the files out again is slow."""
-    put_together, last = there._compose_config_from_defaults_list, list[Any]()
+    `layers` finds them in `files`, by the config's name and what is chosen of groups: to have Hydra
+    work them out again is slow."""
+    load, put_together = there.load_configuration, there._compose_config_from_defaults_list
+    there.files = {}
 
     def together(defaults: Sequence[Any], repo: Any) -> Any:
-        last[:] = [defaults]
+        there.last = defaults
         return put_together(defaults, repo)
 
-    def keep(config_name: str | None, choices: Sequence[Override]) -> None:
-        (there.files[files_key(config_name, choices)],) = last
+    def loaded(config_name: str | None, lines: list[str], *args: Any, **kwargs: Any) -> DictConfig:
+        cfg: DictConfig = load(config_name, lines, *args, **kwargs)
+        there.files[config_name, *lines] = there.last
+        return cfg
 
-    there.files = {}
     there._compose_config_from_defaults_list = together
-    return keep
-
-
-def files_key(config_name: str | None, choices: Sequence[Override]) -> tuple[Any, ...]:
-    """Return the key of the files of a config: its name, and what is chosen of groups."""
-    return config_name, *sorted(str(o.input_line) for o in choices)
+    return loaded
 
 
 def set_by(override: Override) -> Plain:
@@ -222,13 +221,14 @@ def chooses(override: Override) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def is_group(there: Any, name: str) -> bool:
-    """Return whether a loader knows options of a group; one is asked for many times."""
+    """Return whether a loader knows options of a group."""
     return bool(there.repository.group_exists(name))
 
 
-def chosen(overrides: Sequence[Override]) -> list[Override]:
-    """Return those of them that choose one option of a group."""
-    return [o for o in overrides if chooses(o) and not o.is_sweep_override()]
+def choices_in(overrides: Sequence[Override]) -> list[Override]:
+    """Return those that choose, without sweeps: Hydra's own first, as configs note them."""
+    found = [o for o in overrides if chooses(o) and not o.is_sweep_override()]
+    return sorted(found, key=lambda o: not o.is_hydra_override())
 
 
 def note_overrides(cfg: DictConfig, overrides: Sequence[Override]) -> None:

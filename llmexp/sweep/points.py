@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed_config, user_errors, visible
-from llmexp.compose.overrides import as_text, key_of, loader
+from llmexp.compose.overrides import as_text, key_of, parsed
 from llmexp.compose.putting import BESIDE, own_options
 from llmexp.config.convert import with_knobs
 from llmexp.config.kinds import Kind
@@ -266,9 +265,8 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     fixed = [f"{k}={v}" for k, v in params.items() if str(k).lstrip("+") not in typed]
     # Those of Hydra's own are in what the points are composed from.
     overrides = [o for o in overrides if not key_of(o).startswith(("hydra.", "hydra/"))]
-    parser = OverridesParser.create(config_loader=loader())
     with user_errors():
-        found: list[Override] = parser.parse_overrides([*map(as_text, fixed), *overrides])
+        found = parsed([*map(as_text, fixed), *overrides])
     for override in filter(Override.is_discrete_sweep, found):
         key, values = override.key_or_group, [*override.sweep_string_iterator()]
         given = str(override.input_line).partition("=")[2]

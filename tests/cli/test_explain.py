@@ -31,6 +31,7 @@ clip.max_norm -m clip.max_norm=0.5,2
 clip.max_norm experiment=clip_sweep clip.max_norm=0.5,2
 clip.max_norm experiment=clip_sweep clip.max_norm=3
 clip.max_norm experiment=clip_sweep optimizer=sgd
+clip.max_norm clip.max_norm=0.5 hydra.job.config_name=null
 clip.max_norm -m optimizer.lr=range(1,3)
 data.sources.a.weight -m data=corpus data.sources.a.files=x data.sources.a.weight=1,2
 data.sources data=corpus
