@@ -199,7 +199,9 @@ RUN = [*TINY, "model.parametrization=mup", "model.base_width=4", "data=synthetic
 def test_runs_go_on_in_both_parametrizations_with_what_they_compute(tmp_path: Path) -> None:
     """init_from converts, with the loss of the trained weights as the proof; a fork does not."""
     run = ["train", *RUN, "optimizer.lr=0.01"]
-    assert llmexp(*run, "hydra.run.dir=a", cwd=tmp_path).code == 0
+    first = llmexp(*run, "hydra.run.dir=a", cwd=tmp_path)
+    assert first.code == 0, first.err
+    assert "; their rates x 0.25, weight decay x 4; logits x 0.25;" in " ".join(first.out.split())
     still = ["optimizer.lr=1e-30", "model.init_from=a", "train.max_steps=1"]
     losses = []
     for more in (
