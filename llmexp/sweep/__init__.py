@@ -5,7 +5,7 @@ In reading order:
 main      from a command to its exit code
 section   the section `sweep`: how points are run
 composer  from the overrides of a point to its config
-points    compose and name the points and their folders; equal ones of a grid are left out
+points    compose and name the points and their folders; equal ones are refused, or left out
 planning  the table of `plan -m`
 current   what all parts of the running sweep share; `check` assembles points, in another process
 table     which runs the sweep has of what is asked for: new ones, longer ones, copies; none
