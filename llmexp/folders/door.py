@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+import orjson
 import yaml
 
 from llmexp import features
@@ -35,7 +36,7 @@ ROW_BYTES = 2**24
 _LARGEST = sys.float_info.max
 _NUMBERS = {int, float, bool}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
-_TEXTS = {key.name: key.text for key in ROW_KEYS.values() if key.text}
+TEXTS = {key.name: key.text for key in ROW_KEYS.values() if key.text}
 _ENDLESS = re.compile(r"[-+0-9a-fA-FxXo_:.]{300,}")  # a number whose digits take long
 
 
@@ -151,20 +152,34 @@ def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     if not line:
         return ValueError(f"is longer than {ROW_BYTES / 2**20:g} MiB")
     try:
-        row = JSON.decode(line.decode())
+        row = _decoded(line)
     except (ValueError, RecursionError) as error:
         return ValueError(str(error))
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < 2**53:
         return ValueError("has no step")
-    if all(map(_is_number, row.values())):
+    values = row.values()
+    if {*map(type, values)} <= _NUMBERS and max(map(abs, values)) <= _LARGEST:
         return row
     for key, value in row.items():
         named = value if by_module and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
-            if not _is_number(figure) and not re.fullmatch(_TEXTS.get(name, "(?!)"), str(figure)):
+            if not _is_number(figure) and not re.fullmatch(TEXTS.get(name, "(?!)"), str(figure)):
                 return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return row
+
+
+def _decoded(line: bytes) -> Any:
+    """Return the value of a line of JSON. Raises ValueError or RecursionError.
+
+    orjson is five times as fast as json, but takes the last value of a key that is there twice: in
+    an object with two quotes for each of its keys none is, and no value is a text or a section.
+    """
+    with contextlib.suppress(orjson.JSONDecodeError):
+        found = orjson.loads(line)
+        if isinstance(found, dict) and line.count(b'"') == 2 * len(found):
+            return found
+    return JSON.decode(line.decode())
 
 
 def _is_number(figure: Any) -> bool:

@@ -15,6 +15,7 @@ import llmexp
 from llmexp.compare.page import page
 from llmexp.compare.reading import read, read_columns
 from llmexp.config.values import ConfigError
+from llmexp.folders.door import row_in
 from llmexp.folders.find import find
 from llmexp.folders.folder import RunFolder
 from llmexp.folders.steps import FIELDS
@@ -56,6 +57,35 @@ def test_what_is_read_is_what_is_there(tmp_path, rows):
         np.testing.assert_array_equal(columns[key], wanted[key])
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+KEYS = ['"step"', '"lr"', r'"\u006cr"', r'"\""', '"a:"', "lr"]
+VALUES = ["1", "2.5", "-0.0", "1e999", "9" * 400, str(2**64), "true", "NaN", "null", '"lr"', "[1]"]
+
+
+@settings(max_examples=400)
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)), max_size=4),
+    step=st.sampled_from(['"step":1', '"step" : 7', '"step":1.0', '"step":-1']),
+    colon=st.sampled_from([":", " :", ": "]),
+)
+def test_a_row_is_one_object_of_finite_numbers_each_key_once(pairs, step, colon):
+    line = "{" + ",".join([step, *(key + colon + value for key, value in pairs)]) + "}\n"
+    try:
+        wanted = json.loads(line, object_pairs_hook=once)
+    except ValueError:
+        wanted = {}
+    good = type(wanted.get("step")) is int and wanted["step"] >= 0
+    good = good and all(type(v) in (int, float, bool) and abs(v) < 1e308 for v in wanted.values())
+    found = row_in(line.encode())
+    assert found == wanted if good else isinstance(found, ValueError)
+
+
 def good_and(bad: Path) -> dict[str, Any]:
     """The answer for a good run and a bad one, which has both, as strict JSON."""
     make_run(bad.parent / "good", max_norm=2.0, steps=100)
@@ -82,6 +112,12 @@ DAMAGE = {
     "too deep": (True, lambda text: "[" * 100_000 + "\n" + text),
     "nothing": (None, lambda text: ""),
     "NaN": (None, lambda text: text.replace('"lr":0.001', '"lr":NaN')),
+    "a digest that is a number": (
+        False,
+        lambda text: text.replace("{", '{"data_digest":5,', 1).replace(
+            "\n{", '\n{"data_digest":"0123456789abcdef",'
+        ),
+    ),
 }
 
 
