@@ -119,6 +119,8 @@ def test_a_repository_of_an_allowed_package_counts_too(tmp_path, monkeypatch, in
     found = provenance.gather()
     assert [one["name"] for one in found.about["repositories"]] == ["work", "theirs"]
     assert sorted(found.files) == ["theirs.diff", "work.diff"]
+    (in_repository / ".git" / "HEAD").unlink()  # what one does not tell, the next may
+    assert sorted(provenance.gather().files) == ["theirs.diff"]
 
 
 def test_what_looks_like_a_secret_in_a_diff_is_left_out(tmp_path, monkeypatch):
@@ -254,6 +256,8 @@ def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_re
         "uncommitted changes inside submodules are left out",
     ]
     assert len(one["untracked"]) == provenance.MAX_NAMES
+    monkeypatch.chdir(in_repository / "sub")  # the innermost is meant
+    assert gathered()["name"] == "sub"
 
 
 def test_the_image_of_the_container_where_it_is_named(monkeypatch):
