@@ -111,7 +111,7 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
     for parameter, *_ in annotated(function):
         if parameter.kind is not parameter.KEYWORD_ONLY and parameter.name != "line":
             bare = [word for word in args.overrides if "=" not in word.rstrip("=")]
-            if not bare:
+            if not any(bare[:1]):
                 unknown(f"the following arguments are required: {parameter.name.upper()}")
             args.overrides.remove(bare[0])
             own.append(bare[0].rstrip("=").lstrip("+~"))

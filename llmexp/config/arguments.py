@@ -118,7 +118,8 @@ def add_arguments(
         else:
             named = {int: "N", float: "X", Path: "FOLDER"}.get(kind)
             how["metavar"] = metavar or "|".join(knob.choices) or named
-            how["type"] = _number if kind in (int, float) else None if kind is str else kind
+            filled = functools.partial(_filled, kind)
+            how["type"] = _number if kind in (int, float) else None if default == "" else filled
             how["default"] = [] if several else None if default is parameter.empty else default
         if is_flag:
             how |= {"action": "append"} if several else {}
@@ -131,11 +132,18 @@ def add_arguments(
         parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
+def _filled(kind: Callable[[str], Any], text: str) -> Any:
+    """Return a text or a path that is not empty, as a variable that is not set is."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; maybe a variable of the shell is not set")
+    return text if kind is str else kind(text)  # a `Held` stays one
+
+
 def _number(text: str) -> Any:
     """Return a number; a text that is none is refused where its range is."""
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return text if kind is str else kind(text)  # a `Held` stays one
     return text
 
 
