@@ -188,7 +188,8 @@ def _columns(f: Result, columns: Sequence[Column]) -> tuple[Column, ...]:
     alive = [s.figures for s in f.settings if not s.out]
     if f.align_at is not None and any(a.get("val/loss") != a.get("final val/loss") for a in alive):
         titles["val/loss"] = f"val loss at {f.position} {UNITS[f.align]}"
-    of_others = {positions(r, f.align)[-1] for r in f.taking_part if r.foreign and r.step > 1}
+    curves = (positions(r, f.align) for r in f.taking_part if r.foreign and r.step > 1)
+    of_others = {at[-1] for at in curves if len(at)}
     if f.align_at is not None and f.judged and any(end > f.align_at for end in of_others):
         titles[f.key] = f"{f.metric.title} at {f.position} {UNITS[f.align]}"
     if "own_tokens" in known:

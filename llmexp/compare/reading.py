@@ -106,7 +106,7 @@ def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
         if key in TEXTS:  # a digest of tokens, kept as far as float64 is exact
             values = [float(int(v[-13:], 16)) if isinstance(v, str) else v for v in values]
         column = np.array(values, dtype=float)  # None is NaN
-        column[~(np.abs(column) < 1e308)] = np.nan  # sums of what is beyond overflow
+        column[~(np.abs(column) < 1e150)] = np.nan  # squares of what is beyond overflow
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
     return columns, tuple(f"{path}: {problem}" for problem in problems)

@@ -32,6 +32,9 @@ def gathered(given: Sequence[Any], asked: Asked) -> tuple[list[Record], list[str
         text = "is of tables and trackers; run folders say it themselves, and --sort orders these"
         text = f"{asked.flags[0]}: {text}; for example llmexp compare runs.csv"
         raise ConfigError("idle_knob", text)
+    if asked.filter and not any(str(one).startswith(ONLINE) for one in given):
+        text = f"--filter {asked.filter}: takes runs of a project of wandb, and none is given; "
+        raise ConfigError("idle_knob", f"{text}for example llmexp compare wandb:ENTITY/PROJECT")
     own, problems = find(folders)
     records = read(own)
     if runs:
@@ -45,7 +48,7 @@ def others(one: Any, asked: Asked) -> list[OtherRun]:
     """Return the runs that a path means and llmexp did not train; of wandb without rows."""
     if str(one).startswith(ONLINE):
         return project_runs(str(one), asked.filter)
-    paths = [one] if hasattr(type(one), "columns") else paths_of(one) or [one]
+    paths = [one] if hasattr(type(one), "columns") else paths_of(one)
     if all(map(is_table, paths)):
         return [run for path in paths for run in runs_of(path, asked)]
     if files := [file for path in paths for file in offline_files(path)]:

@@ -19,6 +19,7 @@ from llmexp.compare.records import Record, is_execution, one_spelling, own_seed
 from llmexp.config.knobs import SEED
 from llmexp.config.labels import parse_value
 from llmexp.config.values import ConfigError, nearest
+from llmexp.system.redact import cleaned
 from llmexp.system.text import listed, number
 
 _AXES = {
@@ -79,6 +80,9 @@ class OtherRun:
     typed: bool = False  # its source tells settings from figures: `values` are no figures
     # of wandb: returns its rows that have all of some keys
     fetch: Callable[[Sequence[str]], Sequence[Row]] | None = None
+
+    def __post_init__(self) -> None:
+        self.values = cleaned(self.values)
 
 
 def _words(key: str) -> list[str]:
@@ -297,7 +301,7 @@ def _curve(
     order = count - 1 - last[np.isfinite(known)]  # what was logged twice counts as it was last
     steps = {
         axis: at for axis, where in places.items()
-        if len(at := where[order]) and (np.diff(at, prepend=0.0) >= 0).all() and at[-1] > 0
+        if len(at := np.maximum(where[order], 0.0)) and (np.diff(at) >= 0).all() and at[-1] > 0
     }  # fmt: skip
     figures = {k: v[order] for k, v in table.items() if k not in settings and not axis_in(k)}
     empty = {figure: np.full(len(order), np.nan)}

@@ -32,8 +32,9 @@ from llmexp.config.kinds import kind_of_error
 from llmexp.config.labels import parse_value
 from llmexp.config.values import ConfigError, flatten
 from llmexp.folders.find import FILES
+from llmexp.system.fileio import open_plain
 from llmexp.system.redact import clean
-from llmexp.system.text import listed
+from llmexp.system.text import listed, number
 
 _FILES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf(inity)?)", re.I)
@@ -141,32 +142,47 @@ def _rows(given: Any, figure: str | None) -> dict[int, Row]:
         if not isinstance(line, Mapping):
             text = f'line {i}: is not an object; for example {{"lr": 0.1}}'
             raise ConfigError("bad_data", f"{where}: {text}")
-        named = ((str(k).strip(), v) for k, v in flatten(line).items())
+        named = ((clean(k), v) for k, v in flatten(line).items())
         flat[i] = {k: _plain(v, k == figure or of_figures(k)) for k, v in named}
     if not (keys := dict.fromkeys(k for row in flat.values() for k in row)):
         text = "has no line; a first line names the columns: lr,seed,val_loss"
         raise ConfigError("bad_data", f"{where}: {text}")
+    for key in filter(axis_in, keys):
+        texts = [i for i, row in flat.items() if isinstance(row.get(key), str)]
+        if texts and any(number(row.get(key)) is not None for row in flat.values()):
+            text = f"line {texts[0]}: {key} is {flat[texts[0]][key]!r}, a number elsewhere"
+            raise ConfigError("bad_data", f"{where}: {text}; mend it, or take the line out")
     return {i: {k: row.get(k) for k in keys} for i, row in flat.items()}
 
 
 def _lines(path: Path) -> list[Any]:
     """Return the lines of a file, each by column; None for those that hold none."""
     kind = path.suffix.lower()
+    with open_plain(path) as file:  # a pipe has no end
+        data = file.read()
     if kind == ".parquet":
         for name, read in (("pyarrow.parquet", "read_table"), ("polars", "read_parquet")):
             with suppress(ImportError):
-                return _of_frame(getattr(importlib.import_module(name), read)(path))
+                return _of_frame(getattr(importlib.import_module(name), read)(io.BytesIO(data)))
         text = "a Parquet file needs the package pyarrow or polars, and neither is installed"
         raise ConfigError("missing_package", f"{text}; {how_to_install('pyarrow')}")
-    text = path.read_bytes().decode("utf-8-sig").lstrip("\r\n")
+    text = data.decode("utf-8-sig").lstrip("\r\n")
     if kind in (".csv", ".tsv"):
         sign = max(",;\t", key=text.partition("\n")[0].count)
-        file = io.StringIO(text, newline="")
-        return _of_lines([*csv.reader(file, delimiter=sign, skipinitialspace=True)])
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=sign, skipinitialspace=True)
+        return _of_lines([*lines])
     if kind == ".json" and isinstance(whole := json.loads(text, parse_constant=str), list):
         return whole
-    lines = text.splitlines()
-    return [json.loads(line, parse_constant=str) if line.strip() else None for line in lines]
+    return [_object(i, line) for i, line in enumerate(text.splitlines(), 1)]
+
+
+def _object(number: int, line: str) -> Any:
+    """Return the value of a line of JSON; None of an empty one. Raises ConfigError."""
+    try:
+        return json.loads(line, parse_constant=str) if line.strip() else None
+    except (ValueError, RecursionError) as error:
+        text = f"line {number}: is no JSON ({clean(error)}); an object is needed, such as "
+        raise ConfigError("damaged_file", text + '{"lr": 0.1}') from None
 
 
 def _of_lines(lines: list[list[str]]) -> list[Any]:

@@ -14,8 +14,8 @@ Note = tuple[str, str]  # of an answer: its name and the facts
 
 
 def number(value: Any) -> float | None:
-    """Return a number of which sums are finite; None for all else, such as texts in a config."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+    """Return a number whose square is finite; None for all else, such as texts in a config."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e150:
         return None
     return float(value)
 

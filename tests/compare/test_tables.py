@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -167,6 +168,16 @@ def test_a_package_that_is_missing_is_named(monkeypatch, file, packages, said):
     with pytest.raises(ConfigError, match=said) as refused:
         llmexp.compare(file if path.suffix == ".parquet" else ".")
     assert refused.value.kind == "missing_package"
+
+
+@pytest.mark.parametrize("name", ["runs.csv", "runs.jsonl", "runs.parquet"])
+def test_a_pipe_is_no_table_and_is_not_waited_for(capfd, name):
+    os.mkfifo(name)
+    result = run_here(capfd, "compare", name)
+    assert (result.code, result.err) == (
+        2,
+        f"llmexp: {name}: cannot be read: is not a plain file\n",
+    )
 
 
 def test_event_files_are_judged_by_the_settings_in_their_paths():

@@ -17,7 +17,7 @@ from torch import nn
 from llmexp import mesh
 from llmexp.data.window import Window
 from llmexp.features.noise.scale import DECAY, NORMAL, NoiseScale, _student
-from llmexp.features.noise.train import Noise
+from llmexp.features.noise.train import Noise, batch_now
 from llmexp.optim import precision
 from llmexp.run import Run
 from llmexp.run.stages import BatchStage, Begin
@@ -192,7 +192,7 @@ def test_the_verdict_says_what_the_interval_allows(scale, spread, words):
     assert "(the targets of 10 whole sequences)" in masked
 
 
-def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale():
+def test_a_fork_with_a_ramp_measures_its_own_batch_and_before_its_first_step_its_parents():
     loop = made(step=4)
     noise = Noise(SimpleNamespace(parameters=[], mesh=None), 1, 12)  # type: ignore[arg-type]
     noise.begin(loop)
@@ -208,6 +208,9 @@ def test_a_fork_that_stops_before_its_first_step_sums_up_its_parents_noise_scale
     loop.parts.run = run
     verdict = loop.features.by_name("status")["noise"]["verdict"]
     assert verdict.startswith("whether real_batch_size 4 is large")
+    # two steps on: of 2 x 48 tokens 72 were targets
+    loop.progress.step, loop.meter.tokens_seen = 6, lambda: 180 + 72  # type: ignore[method-assign]
+    assert batch_now(loop) == (4, 3.0)
 
 
 # One step of 8 sequences with masked targets: the layout, micro-batches a rank, and the rows of
