@@ -1,16 +1,11 @@
-"""Compose a config with Hydra, and check it into plain dataclasses. Nothing here imports torch.
-
-Hydra puts together the files and options that a command line chooses; its values are put in here,
-each checked against what is there (`putting.put`).
-"""
-
+"""Compose a config with Hydra, and check it into plain dataclasses. Nothing here imports torch."""
 from __future__ import annotations
 
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as omegaconf
@@ -27,33 +22,25 @@ from omegaconf import errors as omegaconf
 from llmexp.compose import forking
 from llmexp.compose.adopting import adopt
 from llmexp.compose.command_line import refuse_unused
+from llmexp.compose.loading import Loader
 from llmexp.compose.overrides import (
     as_text,
     at,
-    choices_in,
-    chooses,
     file_at,
-    keep_files,
     key_of,
     layers,
     loader,
-    note_overrides,
     option,
-    options_of,
     origin,
     parsed,
     set_by,
     typed_in,
     unresolved,
 )
-from llmexp.compose.putting import put
 from llmexp.compose.security import (
-    KEPT_BACK,
     Sized,
     fill_names,
     fill_tracker,
-    refuse_code,
-    refuse_files,
     refuse_secrets,
     search_path,
     variables_kept,
@@ -69,7 +56,6 @@ from llmexp.config.values import (
     ConfigError,
     Plain,
     flatten,
-    hint,
     refuse,
 )
 from llmexp.config.variables import VARIABLE
@@ -110,77 +96,10 @@ def hydra_app(
         hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=path)
         file_at.cache_clear()
         there = loader()
-        there.repository.__class__ = Sized
+        there.__class__, there.repository.__class__ = Loader, Sized
         there.command, there.typed, there.beneath = command, list(overrides), run
-        _compose_here(there)
+        there.files = {}
         yield hydra
-
-
-def _compose_here(there: Any) -> None:
-    """Have Hydra put files together, and what stands on a command line be put into them here.
-
-    So is each config that Hydra composes, also by itself, and nothing in it runs code."""
-    load = keep_files(there)
-
-    def load_configuration(
-        config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
-    ) -> DictConfig:
-        asked = parsed(overrides)
-        choices = choices_in(asked)
-        if there.beneath or any(key_of(o) == "fork.run" for o in overrides):
-            config_name = forking.root_of(there.beneath, overrides) or config_name
-        lines = [str(o.input_line) for o in choices]
-        try:
-            cfg: DictConfig = load(config_name, lines, *args, **kwargs)
-        except (ConfigError, yaml.YAMLError):
-            raise
-        except Exception as error:
-            raise _misfit(
-                error, lines, lambda words: load(config_name, words, *args, **kwargs)
-            ) from None
-        refuse_code(cfg)
-        values = [o for o in asked if o not in choices and not o.is_sweep_override()]
-        swept = [o for o in asked if o.is_sweep_override() and not chooses(o)]
-        put(cfg, [o for o in values if not o.key_or_group.startswith(KEPT_BACK)], swept)
-        refuse_files(cfg, choices)
-        put(cfg, [o for o in values if o.key_or_group.startswith(KEPT_BACK)])
-        note_overrides(cfg, asked)
-        cfg.hydra.job.config_name = config_name  # whatever an override said
-        refuse_code(cfg)
-        return cfg
-
-    there.load_configuration = load_configuration
-
-
-def _misfit(error: Exception, lines: list[str], load: Callable[[list[str]], object]) -> ConfigError:
-    """Return the refusal of options that Hydra does not put together."""
-    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
-    if missing:
-        group, _, word = missing.rpartition("/")
-        text = f"{group}={word}: there is no such option.{hint(word, options_of(group))}"
-        return ConfigError("unknown_option", text, group)
-    line = "conf/config.yaml"
-    for line in lines:  # that without which the others go together
-        with suppress(Exception):
-            load([other for other in lines if other != line])
-            break
-    key, _, word = line.lstrip("+~").partition("=")
-    source, _, begins = file_at(f"{key}/{word}")
-    groups = [g for g in loader().list_groups("") if (conf_dir() / g).exists()]
-    for group in (key, *(str(getattr(d, "group", None) or key).lstrip("/") for d in begins)):
-        if group.partition("/")[0] not in groups:
-            text = f"{line}: there is no group {group} to choose from.{hint(group, groups)}"
-            return ConfigError("unknown_option", text, key)
-    kind: Kind = "unknown_option"
-    if line[0] in "+~":
-        text = f"{key} has one option; another is chosen by {key}=..., and ~{key} leaves it out"
-    elif source == f"{key}/{word}":
-        text = f"an option of the group is needed. Known: {', '.join(options_of(key))}."
-    else:
-        kind = "wrong_type"
-        text = f"{source} has a section in the place of a list or a value of the files before it, "
-        text += "or the other way round, or chooses a group again in its `defaults`"
-    return ConfigError(kind, f"{line}: {text}", key)
 
 
 def compose(

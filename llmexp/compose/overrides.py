@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,27 +140,6 @@ def layers(cfg: DictConfig) -> list[Layer]:
         below = f"{package}." if package else ""
         found.append(Layer(source, {f"{below}{key}": v for key, v in values.items()}))
     return found + [Layer(COMMAND_LINE, set_by(o)) for o in typed]
-
-
-def keep_files(there: Any) -> Callable[..., DictConfig]:
-    """Return `load_configuration` of a loader, which then keeps the files of each config it loads.
-
-    `layers` finds them in `files`, by the config's name and what is chosen of groups: to have Hydra
-    work them out again is slow."""
-    load, put_together = there.load_configuration, there._compose_config_from_defaults_list
-    there.files = {}
-
-    def together(defaults: Sequence[Any], repo: Any) -> Any:
-        there.last = defaults
-        return put_together(defaults, repo)
-
-    def loaded(config_name: str | None, lines: list[str], *args: Any, **kwargs: Any) -> DictConfig:
-        cfg: DictConfig = load(config_name, lines, *args, **kwargs)
-        there.files[config_name, *lines] = there.last
-        return cfg
-
-    there._compose_config_from_defaults_list = together
-    return loaded
 
 
 def set_by(override: Override) -> Plain:
