@@ -17,7 +17,6 @@ saving.py writes them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import re
@@ -50,7 +49,7 @@ from llmexp.config.values import Plain
 from llmexp.mesh.groups import Mesh, any_rank
 from llmexp.optim.eval_weights import finish, swaps_weights
 from llmexp.optim.states import traits_of
-from llmexp.system.fileio import check_format, file_state, sha256
+from llmexp.system.fileio import check_format, file_state, sha256, text_sha256
 
 CHECKPOINT_FORMAT = 1
 STATE = "state.pt"
@@ -203,7 +202,7 @@ def _pieces(path: Path, manifest: Plain, kinds: tuple[str, ...]) -> dict[str, St
     files, index = manifest["files"], manifest.get("index")
     if not all(any(n.startswith(k) for n in files) for k in kinds if k in _NEEDED):
         raise ValueError("the manifest names no file with tensors")
-    if hashlib.sha256(str(index).encode()).hexdigest() != manifest.get("index_sha256"):
+    if text_sha256(str(index)) != manifest.get("index_sha256"):
         raise ValueError(f"the index in {MANIFEST} does not match its sha256")
     found, entries = dict[str, StoredPieces](), json.loads(str(index))
     for kind in kinds:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
-import hashlib
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from llmexp.mesh.split import is_split
 from llmexp.models.common import all_finite
 from llmexp.optim.eval_weights import TRAINED
 from llmexp.optim.states import apart, traits_of
-from llmexp.system.fileio import flush_to_disk, write_json
+from llmexp.system.fileio import flush_to_disk, text_sha256, write_json
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,16 @@ def commit_checkpoint(
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         flush_to_disk(temporary / STATE)
-        about = {"format": CHECKPOINT_FORMAT, "step": step, "kept": kept, **meta, "files": files}
-        sealed = {"index_sha256": hashlib.sha256(index.encode()).hexdigest(), "index": index}
-        write_json(temporary / MANIFEST, about | sealed)
+        manifest = {
+            "format": CHECKPOINT_FORMAT,
+            "step": step,
+            "kept": kept,
+            **meta,
+            "files": files,
+            "index_sha256": text_sha256(index),
+            "index": index,
+        }
+        write_json(temporary / MANIFEST, manifest)
         flush_to_disk(temporary)
         old = root / f".{final.name}.old.tmp"
         if replaced := final.exists():  # such as a damaged one, which no resume took

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 from llmexp.config.values import ConfigError, Plain, refuse
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.system.fileio import file_state, sampled, write_whole
+from llmexp.system.fileio import file_state, sampled, text_sha256, write_whole
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -98,14 +97,15 @@ def cached(
 def entry_path(cache: Path, what: str, *deciding: Any) -> Path:
     """Return where the cache keeps what was found for these values."""
     text = json.dumps([what, *deciding], sort_keys=True, default=repr)
-    return cache / "notes" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return cache / "notes" / f"{what}-{text_sha256(text)[:32]}.json"
 
 
 def read_cache_entry(entry: Path) -> Plain:
     """Return what an entry of the cache holds; {} where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(entry.read_text())
-        return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
     return {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from llmexp.config.values import ConfigError
 from llmexp.system.devices import cpu_count
-from llmexp.system.fileio import sha256
+from llmexp.system.fileio import sha256, text_sha256
 from llmexp.system.text import first_of
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
@@ -53,7 +52,7 @@ def files_fingerprint(digests: Mapping[Path, str]) -> dict[str, str]:
     pairs = [(os.path.relpath(path, root), digest) for path, digest in digests.items()]
     if len(pairs) <= NAMED_FILES:
         return dict(pairs)
-    return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
+    return {f"{len(pairs)} files": text_sha256(json.dumps(pairs))}
 
 
 def cut_files(states: Mapping[str, int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from llmexp.data.remote import RemoteCache, contents_of, is_remote
 from llmexp.data.sniffing import kind_of_file
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers.base import Tokenizer
-from llmexp.system.fileio import file_state
+from llmexp.system.fileio import file_state, text_sha256
 
 TRAIN = "train"
 FEW_FILES = 100  # plain text files: too few for whole ones to make up a share
@@ -265,4 +264,4 @@ def _state_of(name: str) -> tuple[int, ...] | None:
 
 
 def _digest(recipe: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
+    return text_sha256(json.dumps(recipe))[:32]

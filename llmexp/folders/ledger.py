@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import re
@@ -231,7 +230,7 @@ class Ledger:
 def config_identity(config: Mapping[str, Any]) -> str:
     """Return a hash, in hex digits, of what can change results in a plain config."""
     text = json.dumps(deciding_result(flatten(config)), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return fileio.text_sha256(text)[:24]
 
 
 def is_running(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,7 +99,7 @@ def _setting(there: Config, before: Mapping[str, Any]) -> str:
     Parents that differ in the seed alone, and whose own parents do, have the same one."""
     flat = deciding_result(flatten(plain(there)))
     flat |= {SEED: None, "fork.run": before.get("setting") or flat.get("fork.run")}
-    return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return fileio.text_sha256(json.dumps(flat, sort_keys=True, default=str))[:16]
 
 
 def _listed(steps: list[int]) -> str:

@@ -122,6 +122,10 @@ def sampled(path: Path | str) -> str:
     return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
+def text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

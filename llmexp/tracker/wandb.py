@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import hashlib
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from llmexp.config import sections
 from llmexp.config.kinds import Kind
 from llmexp.config.values import ConfigError
 from llmexp.system.child import PREEMPTED
+from llmexp.system.fileio import text_sha256
 from llmexp.system.redact import netrc_passwords
 from llmexp.system.text import one_line
 from llmexp.tracker.fields import SWEEP_ID, Fields, owe, write_position
@@ -151,7 +151,7 @@ class Wandb(Store):
     def has_page(self, page: str) -> bool:
         """Return whether the newest answer has this page, with its files."""
         known = dict(self._run.summary.get(PAGE) or {})
-        same = known.get("sha256") == hashlib.sha256(page.encode()).hexdigest()
+        same = known.get("sha256") == text_sha256(page)
         return same and rows_there(self._run.path, 1, 0, self._files()) > 0
 
     def _files(self) -> list[str]:

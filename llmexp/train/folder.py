@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -170,13 +169,9 @@ def fixed_facts(parts: Parts) -> Plain:
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
     return {
         "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
-        "data": _sha256(fingerprint),
+        "data": fileio.text_sha256(fingerprint),
         **features.merged("assembly", "fixed", parts.prepared, config=parts.config),
     }
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def environment(parts: Parts) -> dict[str, str]:
@@ -185,7 +180,8 @@ def environment(parts: Parts) -> dict[str, str]:
     Secrets, which are renewed, have none. A mark has four hex digits: too few to find the value by.
     """
     names = VARIABLE.findall(str(list(fixed_part(plain(parts.config)).values())))
-    return {name: _sha256(os.environ.get(name, ""))[:4] for name in names if not is_secret(name)}
+    marked = (name for name in names if not is_secret(name))
+    return {name: fileio.text_sha256(os.environ.get(name, ""))[:4] for name in marked}
 
 
 def record_run(path: Path, parts: Parts, request: Plain, state: str = "running") -> None:

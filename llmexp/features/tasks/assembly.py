@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 from llmexp.config.sections import Config, knobs_of
 from llmexp.data.tokenizers.base import Tokenizer
 from llmexp.features.tasks.config import Knobs
+from llmexp.system.fileio import text_sha256
 from llmexp.tasks.scoring import Task, prepare_tasks
 
 
@@ -20,8 +20,7 @@ def fixed(prepared: dict[str, Any]) -> dict[str, Any]:
     """Return the sha256 of the items of each task, for the manifest of a checkpoint."""
 
     def mark(task: Task) -> str:
-        items = str([vars(item) | {"place": ""} for item in task.items])
-        return hashlib.sha256(items.encode()).hexdigest()
+        return text_sha256(str([vars(item) | {"place": ""} for item in task.items]))
 
     return {"tasks": {task.name: mark(task) for task in prepared["tasks"]}}
 
