@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import math
 import os
 import socket
@@ -190,8 +191,6 @@ def maximum(mesh: Mesh, value: Tensor) -> Tensor:
 
 def largest(mesh: Mesh, value: float) -> float:
     """Return the largest of a number that each rank has."""
-    if not mesh.distributed:
-        return value
     return float(maximum(mesh, torch.tensor(value, dtype=torch.float64)))
 
 
@@ -209,7 +208,7 @@ def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
 def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
     """Return the ranks on which the flag is set; the same answer everywhere."""
     flags = torch.zeros(mesh.world_size, dtype=torch.int64)
-    flags[mesh.rank] = int(flag)
+    flags[mesh.rank] = flag
     return maximum(mesh, flags).nonzero().flatten().tolist()
 
 
@@ -225,8 +224,9 @@ def numbered(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
-def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:
-    """Return the ranks whose `digest` is not that of rank 0; the same answer everywhere."""
+def differing_ranks(mesh: Mesh, text: str) -> list[int]:
+    """Return the ranks whose `text` is not that of rank 0; the same answer everywhere."""
+    digest = hashlib.sha256(text.encode()).digest()
     own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
     return ranks_where(mesh, bool(own != from_first(mesh, own)))
 
@@ -270,7 +270,8 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
         return
     groups: list[Any] = [None]
     for part in (mesh.sharding, mesh.tensor):
-        groups += part.get_all_groups() if part is not None else []
+        if part is not None:
+            groups += part.get_all_groups()
     # Public from torch 2.14 on, under another name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -60,8 +59,7 @@ def join_ranks(path: Path, parts: Parts) -> mesh.Mesh:
         ("llmexp source", versions.source_digest()),
         ("Python or library version", versions.versions()),
     ):
-        digest = hashlib.sha256(json.dumps(value, default=str).encode()).digest()
-        if differing := mesh.differing_ranks(joined, digest):
+        if differing := mesh.differing_ranks(joined, json.dumps(value, default=str)):
             raise ConfigError(
                 "wrong_ranks",
                 f"{path}: rank 0 has another {what} than {mesh.numbered(differing)}; all hosts "
