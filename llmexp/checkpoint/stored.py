@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from llmexp.checkpoint.slices import TYPES, Piece, StoredPiece
+from llmexp.checkpoint.tensor_files import bytes_of
 from llmexp.config.values import Plain
 
 READ_BYTES = 2**24  # that are read at a time where they cannot be read into their place
@@ -26,8 +27,7 @@ def entry_of(file: str, at: int, piece: Piece) -> list[Any]:
     """Return the entry of a piece in the index, as plain values."""
     entry: list[Any] = [file, at, piece.shape, piece.offset, tuple(piece.local.shape), piece.dtype]
     if piece.local.nbytes <= _SMALL:
-        flat = piece.local.detach().cpu().contiguous().view(-1)
-        entry.append(flat.view(torch.uint8).numpy().tobytes().hex())
+        entry.append(bytes_of(piece.local).hex())
     return entry
 
 

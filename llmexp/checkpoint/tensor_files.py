@@ -19,6 +19,11 @@ HASH_BYTES = 2**20  # that are hashed while a processor's cache holds them
 _ORDER = list(TYPES)
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, on the host, in the order of its elements."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[Plain, dict[str, int]]:
@@ -36,8 +41,7 @@ def write_tensors(
         file.write(head)
         for name, tensor in named:
             begins[name] = file.tell()
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            data = flat.view(torch.uint8).numpy().data
+            data = bytes_of(tensor)
             for start in range(0, len(data), HASH_BYTES):
                 part = data[start : start + HASH_BYTES]
                 digest.update(part)
