@@ -146,10 +146,8 @@ def _read(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the ids (n, r, s) of the sequences that begin there, and what `mask` gives of them."""
     starts, shape = starts_nr.ravel(), (*starts_nr.shape, length + 1)
-    ids_nrs, hidden = (
-        stream.gather(starts, length + 1).reshape(shape),
-        stream.hidden(starts, length + 1),
-    )
+    ids_nrs = stream.gather(starts, length + 1).reshape(shape)
+    hidden = stream.hidden(starts, length + 1)
     return ids_nrs, mask.at(ids_nrs, None if hidden is None else hidden.reshape(shape))
 
 
@@ -170,9 +168,10 @@ def eval_batches(
     total = min(max_sequences, there)
     all_starts = np.arange(total, dtype=np.int64) * there // max(1, total) * sequence_length
     per_rank = -(-total // part.dp_size)
-    stop = min(total, (part.dp_rank + 1) * per_rank)
-    for first in range(part.dp_rank * per_rank, (part.dp_rank + 1) * per_rank, micro):
-        starts = all_starts[first : max(first, min(first + micro, stop))]
+    begin = part.dp_rank * per_rank
+    own_starts = all_starts[begin : begin + per_rank]  # the last ranks may have fewer
+    for first in range(0, per_rank, micro):
+        starts = own_starts[first : first + micro]
         found = _read(stream, starts[None], sequence_length, mask)
         ((tokens_bt, targets_bt),) = _micro_batches(found[0], 1, micro, found[1], False)[0][0]
         yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
@@ -190,7 +189,8 @@ def _micro_batches(
     Filled through numpy: torch would start a team of threads of its own for the copies of this
     thread.
     """
-    windows, rows, length = tokens_nrs.shape[0], tokens_nrs.shape[1], tokens_nrs.shape[2] - 1
+    windows, rows, row_tokens = tokens_nrs.shape
+    length = row_tokens - 1
     shape = (windows, micro_steps * micro_batch_size, length)
     tokens, targets = (
         torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2)
@@ -202,9 +202,8 @@ def _micro_batches(
     if masked_nrt is not None:
         filled_targets[:, :rows][masked_nrt] = IGNORE_INDEX
         valid -= masked_nrt.sum((1, 2))
-    cut_tokens = tokens.view(-1, micro_batch_size, length).unbind()
-    cut_targets = targets.view(-1, micro_batch_size, length).unbind()
-    pairs = list(zip(cut_tokens, cut_targets, strict=True))
+    cut = (t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets))
+    pairs = list(zip(*cut, strict=True))
     return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
 
 
