@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import textwrap
 import threading
 import time
@@ -38,13 +37,11 @@ class Console:
     `failure` holds that error.
     """
 
-    def __init__(
-        self, log_path: Path | None, total_steps: int, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, log_path: Path | None, total_steps: int, stream: TextIO | None) -> None:
         self.failure: OSError | None = None
         self._reported = False
         self._total_steps = total_steps
-        self._stream: TextIO | None = sys.stdout if stream is None else stream
+        self._stream = stream
         self.live = _is_live_terminal(self._stream)  # which has a width
         self._bar: Progress | None = None
         self._last_refresh = -math.inf

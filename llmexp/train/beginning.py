@@ -41,7 +41,7 @@ def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
     main_rank = joined.rank == 0
     stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
     log = path / rundir.LOG if main_rank else None
-    console = Console(log, parts.run.max_steps, stream=stream)
+    console = Console(log, parts.run.max_steps, stream)
     begun = (
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on "
         f"{joined.device}"
@@ -104,8 +104,7 @@ def restore(
     CheckpointError."""
     config = parts.config
     try:
-        here = fixed_part(plain(config))
-        changed = differing(loaded.manifest["config"], here) if forked else []
+        changed = differing(loaded.manifest["config"], fixed_part(plain(config))) if forked else []
         of_model = any(key.startswith("model.") for key in changed)
         loading.restore_model(loaded, setup.model, computed=not of_model)
         if not forked or not config.fork.reset_optimizer:
@@ -146,8 +145,8 @@ def start_loop(
     path: Path,
     parts: Parts,
     joined: mesh.Mesh,
-    accepted: Callable[[], None] | None = None,
-    begin: tuple[str, int] | None = None,
+    accepted: Callable[[], None] | None,
+    begin: tuple[str, int] | None,
 ) -> Loop:
     """Return the loop at the step from which the run goes on.
 
@@ -158,11 +157,11 @@ def start_loop(
     """
     console, main = open_console(path, parts, joined), joined.rank == 0
     warn = console.line if main else log_line
-    loaded, parent = newest_checkpoint(path, joined, warn, begin), parts.run.parent
-    forked = loaded is None and parent is not None
-    if forked and parent is not None:
-        loaded = parents_checkpoint(parent, joined, warn)
-    setup, resumed = set_up(parts, joined, fresh=loaded is None), None if forked else loaded
+    loaded = resumed = newest_checkpoint(path, joined, warn, begin)
+    if resumed is None and parts.run.parent is not None:
+        loaded = parents_checkpoint(parts.run.parent, joined, warn)
+    forked = loaded is not resumed
+    setup = set_up(parts, joined, fresh=loaded is None)
     progress, meter = Progress(), Meter(joined.device, 0)
     if loaded:
         progress, meter = restore(parts, setup, loaded, forked)
@@ -173,8 +172,7 @@ def start_loop(
         )
     rows, removals = None, list[Callable[[], None]]()
     if main:
-        first = parts.run.first_step
-        rows = Rows(path / rundir.METRICS, progress.step, first, steps=True)
+        rows = Rows(path / rundir.METRICS, progress.step, parts.run.first_step, steps=True)
         removals = look_back(path, progress.step)
     if accepted is not None:
         accepted()
@@ -199,6 +197,5 @@ def start_loop(
         feature.begin(loop)
         off = resumed and feature.name not in resumed.state.keys() | resumed.tensors.keys()
         if off and (feature.state_dict() or feature.tensors()):
-            text = "starts over: it was off when the checkpoint was saved"
-            console.line(f"{feature.name} {text}")
+            console.line(f"{feature.name} starts over: it was off when the checkpoint was saved")
     return loop

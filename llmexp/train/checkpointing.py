@@ -67,9 +67,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     bad = mesh.ranks_where(loop.mesh, bool(pieces.bad or wrong))
     if wrong and not pieces.bad:
         raise not_saved(loop, f"optimizer: {wrong}")
-    if bad and not pieces.bad:
-        time.sleep(1.0)  # give the rank that knows the tensors time to report first
     if bad:
+        if not pieces.bad:
+            time.sleep(1.0)  # give the rank that knows the tensors time to report first
         raise not_finite(loop, first_of(pieces.bad) or mesh.numbered(bad))
     place = loop.path / rundir.CHECKPOINTS, step, pieces
     kept = chosen.keep, tuple(loop.saved), chosen.keep_every
@@ -92,13 +92,12 @@ def refuse_changed_data(loop: Loop) -> None:
     """Raise TrainingFailed where a data file was written to under the run.
 
     What is saved must be of one corpus."""
-    corpus, joined = loop.parts.corpus, loop.mesh
     text, harmless = None, list[str]()
     try:
-        harmless = corpus.check_content()
+        harmless = loop.parts.corpus.check_content()
     except DataChanged as error:
         text = str(error)
-    if ranks := mesh.ranks_where(joined, text is not None):
+    if ranks := mesh.ranks_where(loop.mesh, text is not None):
         raise _data_changed(loop, text, ranks)
     if loop.main and not loop.warned_of_data:
         for text in harmless:

@@ -26,9 +26,10 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
     if main is None or not run.eval_sequences:
         return {}
     losses = functools.partial(evaluate_stream, parts, setup)
+    main_losses = functools.partial(losses, main, run.eval_sequences)
     mesh.share_buffers(setup.mesh, setup.model)
     with eval_weights.evaluating(setup.optimizers, setup.module):
-        found = losses(main, run.eval_sequences, "val")
+        found = main_losses("val")
         most, sets = parts.config.train.eval_tokens, dict[str, float]()
         for name, stream in parts.corpus.val_sets.items():
             if stream is main:
@@ -38,7 +39,7 @@ def validate(parts: Parts, setup: Setup) -> dict[str, float]:
             sequences = min(there, -(-most // run.sequence_length)) if most else there
             sets |= losses(stream, sequences, f"val/{name}")
         for evaluate in setup.features.on("evaluate"):
-            sets |= evaluate(functools.partial(losses, main, run.eval_sequences))
+            sets |= evaluate(main_losses)
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
@@ -71,11 +72,11 @@ def evaluate_stream(
     if not targets:
         return {}
     if not math.isfinite(nll):
-        text = f"the validation loss is not finite; {COMES_AGAIN}"
-        raise TrainingFailed(text, "not_finite")
-    found = {f"{name}/loss": nll / targets}
-    if nll / targets < 700:  # beyond that exp overflows
-        found[f"{name}/ppl"] = math.exp(nll / targets)
+        raise TrainingFailed(f"the validation loss is not finite; {COMES_AGAIN}", "not_finite")
+    loss = nll / targets
+    found = {f"{name}/loss": loss}
+    if loss < 700:  # beyond that exp overflows
+        found[f"{name}/ppl"] = math.exp(loss)
     if count_bytes:
         found[f"{name}/bits_per_byte"] = nll / math.log(2) / count_bytes
     return found

@@ -45,8 +45,8 @@ def due_after(
     last: bool,
     config: Config,
     run: Run,
-    by_time: bool = False,
-    features: Features | None = None,
+    by_time: bool,
+    features: Features,
 ) -> Due:
     """Return what follows a step: a function of the step and the config, but for `by_time`."""
 
@@ -56,7 +56,7 @@ def due_after(
     chosen = config.train
     evaluation = last or step == chosen.stop_step or run.evaluations(chosen, step - 1, step) > 0
     measures, acts = (
-        tuple(act for due in features.on(event) if (act := due(step, last))) if features else ()
+        tuple(act for due in features.on(event) if (act := due(step, last)))
         for event in ("measure", "due")
     )
     return Due(
@@ -77,7 +77,7 @@ def train(loop: Loop) -> str:
     Raises TrainingFailed.
     """
     config, max_steps, progress = loop.config, loop.run.max_steps, loop.progress
-    stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
+    stop_step = config.train.stop_step or max_steps
     if progress.step == 0 and config.checkpoint.save_initial:
         save(loop)
     first, minutes = progress.step, config.checkpoint.every_minutes

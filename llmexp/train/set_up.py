@@ -8,7 +8,7 @@ from llmexp import features, mesh
 from llmexp.config.values import ConfigError
 from llmexp.models.loss import SummedLoss, evaluation_mode
 from llmexp.models.operands import IGNORE_INDEX
-from llmexp.optim import precision
+from llmexp.optim import precision, updating
 from llmexp.run import Run
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.clipping import rule_of
@@ -41,7 +41,7 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     )
     if joined.sharded:
         parts.begin_model(model, joined.device, fresh)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = updating.trained(model)
     if module is loss:  # not under DDP, which has them in buckets
         # Gradients live as long as the run: born between activations they would fragment the heap,
         # and accumulation would cost memory. One that a window does not touch is 0, not none.

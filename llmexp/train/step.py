@@ -139,9 +139,7 @@ def train_step(setup: Setup, window: Window, finish_last: Callable[[], int]) -> 
     loss = on_host(mesh.total_(setup.mesh, nll)) / at_least_one(targets)
 
     gradients = setup.gradients
-    held = gradients  # this rank's parts: the same storage
-    if setup.mesh.sharded:
-        held = [mesh.local_part(g) for g in gradients]
+    held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     setup.scaler.unscale(held)
     setup.features.at("backward_end", window)
     norm = mesh.global_norm(setup.mesh, gradients)

@@ -105,7 +105,7 @@ def parts_of(config: Config, path: Path | None, *, waits: bool, **known: Any) ->
     return micro_batch.run(config, functools.partial(assemble, **known), path, find)
 
 
-def begin_run(path: Path, parts: Parts, request: Plain, *, record_late: bool = False) -> int:
+def begin_run(path: Path, parts: Parts, request: Plain, *, record_late: bool) -> int:
     """Queue or train the run in the folder; return the exit code. Raises ConfigError."""
     if not os.access(path, os.W_OK | os.X_OK):
         copy = f"cp -r --no-preserve=mode {shlex.quote(str(path))} /tmp/run"
@@ -138,12 +138,13 @@ def work(path: Path, parts: Parts, request: Plain, record_late: bool = False) ->
             joined = group.join_ranks(path, parts)
             took_first = locks.enter_context(group.held(path, joined))
             holds_lock = True
-            if joined.rank == 0 and not took_first:  # again, after a restart
-                rundir.write_status(path, "running", **rundir.NO_END)
-            elif joined.rank == 0 and record_late:
-                accepted = record
-            elif joined.rank == 0:
-                record()
+            if joined.rank == 0:
+                if not took_first:  # again, after a restart
+                    rundir.write_status(path, "running", **rundir.NO_END)
+                elif record_late:
+                    accepted = record
+                else:
+                    record()
             code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit

@@ -16,6 +16,7 @@ from llmexp.models.recompute import recomputed_share
 from llmexp.modes import calibration
 from llmexp.run import Run
 from llmexp.system.devices import device_named
+from llmexp.train.feature import Features
 from llmexp.train.loop import due_after
 from tests.conftest import TINY
 from tests.tools import printed
@@ -43,7 +44,10 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, toke
     sizes = {"tokens_at": lambda step: 3 * step, "stages": ()}
     planned = Namespace(max_steps=steps, first_step=first, **sizes)
     planned.evaluations = partial(Run.evaluations, planned)
-    due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
+    due = [
+        due_after(step, step == steps, config, planned, False, Features())
+        for step in range(first + 1, steps + 1)
+    ]
     found = part_counts(planned, config)
     assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)

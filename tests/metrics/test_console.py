@@ -191,7 +191,7 @@ from pathlib import Path
 from llmexp.system.console import Console
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 def console_of(steps):
-    return Console(Path(sys.argv[1]), steps)
+    return Console(Path(sys.argv[1]), steps, sys.stdout)
 """
 BAR = """
 console = console_of(300)
