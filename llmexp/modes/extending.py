@@ -10,6 +10,7 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.config.values import ConfigError, refuse
 from llmexp.folders import rundir
 from llmexp.run import endless_stages
+from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.solving import rate_factor
@@ -23,7 +24,7 @@ def run(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
     budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
     before = solve_budget(
         dataclasses.replace(config.train, **budgets),
-        endless_stages(config, now),
+        endless_stages(config.optimizer, solve_batch(config.batch, now.dp_size), now),
         now.sequence_length,
         now.train_sequences,
         now.begin,

@@ -17,7 +17,7 @@ from llmexp.config.forms import ramp_sizes
 from llmexp.config.rules import asks_rule
 from llmexp.config.sections import Config, Train
 from llmexp.config.values import Plain, refuse
-from llmexp.run.batch import solve_batch, too_large
+from llmexp.run.batch import SolvedBatch, solve_batch, too_large
 from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
@@ -294,21 +294,20 @@ def check_steps(train: Train, max_steps: int, first: int) -> None:
             raise refuse("out_of_range", f"train.{name}", step, text, first + 1)
 
 
-def endless_stages(config: Config, facts: Facts) -> tuple[BatchStage, ...]:
+def endless_stages(optimizer: Plain, batch: SolvedBatch, facts: Facts) -> tuple[BatchStage, ...]:
     """Return the stages of a run without an end, which its end is solved from; no ramp: one."""
-    batch = solve_batch(config.batch, facts.dp_size)
     real, per_micro_step = batch.real_batch_size, batch.micro_batch_size * facts.dp_size
     step, sequence, *_ = facts.begin
     stages: Sequence[BatchStage] = [BatchStage(0, step, sequence, real, real // per_micro_step)]
     if batch.ramp is not None:
         sizes = ramp_sizes(batch.ramp)
         stages = stages_of(sizes, batch.sequence_length, per_micro_step, facts.begin)
-    if not asks_rule(config.optimizer):
+    if not asks_rule(optimizer):
         return tuple(stages)
     from llmexp.run.rules import rate_by_batch
 
     return tuple(
-        replace(stage, rate=rate_by_batch(config.optimizer, stage.real_batch_size / real))
+        replace(stage, rate=rate_by_batch(optimizer, stage.real_batch_size / real))
         for stage in stages
     )
 
@@ -332,7 +331,7 @@ def solve(
             f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} "
             f"({facts.data})",
         )
-    stages = endless_stages(config, facts)
+    stages = endless_stages(config.optimizer, batch, facts)
     budget = solve_budget(
         config.train, stages, length, facts.train_sequences, facts.begin, facts.token_cost
     )
