@@ -68,25 +68,20 @@ class _Found:
 
 
 @functools.cache  # a process that makes many runs looks once
-def start_search() -> Future[_Found]:
-    """Look into the repositories on a thread, from now on."""
+def start() -> Future[_Found]:
+    """Look into the repositories on a thread, beside the start of a process that makes runs."""
     return ThreadPoolExecutor(1, "provenance").submit(gather)
 
 
 def search_result() -> _Found:
     """Return what the search has found, after a wait for git at most."""
     try:
-        return start_search().result(LIMIT_S + 1)
+        return start().result(LIMIT_S + 1)
     except TimeoutError:
         why = f"not found out within {LIMIT_S:g} s"
     except Exception as error:  # such as of a folder that was removed under the command
         why = f"{type(error).__name__}: {error}"
     return _Found({"left_out": why}, {})
-
-
-def start() -> None:
-    """Look into the repositories beside the start of a process that makes runs."""
-    start_search()
 
 
 def record(run_dir: Path, resumed: bool) -> None:

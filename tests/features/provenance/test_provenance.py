@@ -67,9 +67,9 @@ def gathered() -> dict:
 def recorded(run: Path) -> tuple[dict, str]:
     """What is recorded of the one repository, and its diff, after a search of its own."""
     run.mkdir()
-    provenance.start_search.cache_clear()
+    provenance.start.cache_clear()
     provenance.record(run, resumed=False)
-    provenance.start_search.cache_clear()
+    provenance.start.cache_clear()
     told = json.loads((run / provenance.FOLDER / provenance.FILE).read_text())
     assert told["packages_sha256"]
     assert {"torch", "numpy"} <= provenance.read_packages(run / provenance.FOLDER).keys()
@@ -274,7 +274,7 @@ def test_a_run_folder_that_cannot_be_written_only_says_so(tmp_path, monkeypatch,
     provenance.record(tmp_path / "gone", resumed=False)
     monkeypatch.setattr(provenance, "installed", lambda: 1 / 0)
     provenance.record(tmp_path / "gone", resumed=False)
-    provenance.start_search.cache_clear()
+    provenance.start.cache_clear()
     said = capsys.readouterr().err
     assert "could not be written: No such file or directory; the run continues" in said
     assert "ZeroDivisionError: division by zero; the run continues" in said
