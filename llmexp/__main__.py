@@ -46,9 +46,8 @@ def main() -> None:
 
     never_fail_to_print()
     try:
-        while (
-            fd := os.open(os.devnull, os.O_RDWR)
-        ) < 3:  # else a file opened later gets a closed stream's number
+        # else a file opened later gets a closed stream's number
+        while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)
         os.close(fd)
         code = run(sys.argv[1:])
@@ -59,10 +58,8 @@ def main() -> None:
         if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         code = 130
-    if code in (
-        PREEMPTED,
-        130,
-    ):  # stopped by a signal; another, while Python shuts down, would change the code
+    # stopped by a signal; another, while Python shuts down, would change the code
+    if code in (PREEMPTED, 130):
         end_process(code)
     sys.exit(code)
 

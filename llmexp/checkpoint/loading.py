@@ -142,7 +142,7 @@ def read_checkpoint(
     another format.
     """
     manifest = _read_manifest(path)
-    step, files = manifest["step"], sorted(manifest["files"].items())
+    files = sorted(manifest["files"].items())
     seen: dict[Path, tuple[int, ...]] = {}
     hashed: dict[Path, Plain] = {}
     if kinds is None:
@@ -176,7 +176,7 @@ def read_checkpoint(
         pieces = _pieces(path, manifest, kinds)
     except Exception as error:
         raise CheckpointError("damaged_file", f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, state, pieces, seen, open_files)
+    return Loaded(path, manifest["step"], manifest, state, pieces, seen, open_files)
 
 
 def _read_manifest(path: Path) -> Plain:

@@ -49,11 +49,13 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     """Return the exit code of the run in the folder.
 
     A death that the worker could not record itself is printed and recorded."""
-    if path is None and code < 0:
+    if path is None:
+        if code >= 0:
+            return code
         warn(f"{how_it_died(code, stopped)} before the run started")
         return FAILED
-    running = path is not None and rundir.read_status(path).get("state") == "running"
-    if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
+    running = rundir.read_status(path).get("state") == "running"
+    if code in (DONE, REFUSED) or (code > 0 and not running):
         return code
     if code < 0:  # its ranks save
         rundir.wait_until_vacant(path)

@@ -118,10 +118,11 @@ def parse(command: str, function: Callable[..., Any], words: Sequence[str]) -> N
             setattr(args, parameter.name, own[-1])
     for run in filter(rundir.is_run, map(Path, filter(os.path.isdir, args.overrides))):
         raise _is_a_run(run, command, own)
-    for flag in (flag for flag in REFUSED_FLAGS if getattr(args, flag, None) is not None):
-        name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-        way = "put your file into DIR/experiment/, then --config-dir DIR experiment=NAME"
-        raise ConfigError("unsupported", f"{name}: is not supported; {way}")
+    for flag in REFUSED_FLAGS:
+        if (given := getattr(args, flag, None)) is not None:
+            name = f"--{flag.replace('_', '-')} {given}"
+            way = "put your file into DIR/experiment/, then --config-dir DIR experiment=NAME"
+            raise ConfigError("unsupported", f"{name}: is not supported; {way}")
     args.command += " --measure" * getattr(args, "measure", False)
     args.overrides = list(map(as_text, args.overrides))
     if getattr(args, "screen", False):

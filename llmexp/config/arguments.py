@@ -122,11 +122,13 @@ def add_arguments(
             how["type"] = _number if kind in (int, float) else None if default == "" else filled
             how["default"] = [] if several else None if default is parameter.empty else default
         if is_flag:
-            how |= {"action": "append"} if several else {}
+            if several:
+                how["action"] = "append"
             how["required"] = default is parameter.empty
             parser.add_argument(flag_of(parameter), dest=parameter.name, **how)
         elif words:
-            how |= {"nargs": "*"} if several else {}
+            if several:
+                how["nargs"] = "*"
             parser.add_argument(parameter.name, **how)
     if inspect.signature(function).return_annotation != "int":
         parser.add_argument("--json", action="store_true", help=JSON_HELP)

@@ -275,9 +275,8 @@ def fits(kind: Any, value: Any) -> bool:
         if dataclasses.is_dataclass(kind):
             needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
             needed |= value.keys() - kinds.keys()  # it has no other
-        return needed <= kinds.keys() & value and all(
-            fits(kinds[key], value[key]) for key in kinds.keys() & value
-        )
+        known = kinds.keys() & value
+        return needed <= known and all(fits(kinds[key], value[key]) for key in known)
     if kind is int:  # a count, or -1
         return type(value) is int and -1 <= value < 2**53
     if kind is float:

@@ -23,12 +23,11 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     arithmetic that the device lacks.
     """
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        where, native = "this GPU", torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        units = torch.cpu.get_capabilities()
+        where, units = "this CPU", torch.cpu.get_capabilities()
         native = any(units.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     if kind == "auto":
-        where = "this GPU" if device.type == "cuda" else "this CPU"
         if native:
             return "bf16", f"chosen: {where} computes bf16"
         return "fp32", f"chosen: {where} has no bf16 units"

@@ -85,15 +85,17 @@ class Norms:
         middle = math.floor(math.log2(quantiles["50"]))
         powers = range(max(first, middle - 3), min(last, middle + 4) + 1)
         limits = {*quantiles.values(), *(2.0**k for k in powers)}
-        limits |= set() if self.limit is None else {self.limit}
+        if self.limit is not None:
+            limits.add(self.limit)
         table = []
         for limit in sorted(limits):
             share, mean = self.at(limit)
             table.append({"limit": limit, "share": share, "coefficient": mean})
         share = self.clipped / self.steps
-        found = {"steps": self.steps, "share": share, "quantiles": quantiles, "table": table}
-        own = {"share": share, "coefficient": self._coefficients / self.steps}
-        return found | ({"own": own} if self.moving else {})
+        found: Plain = {"steps": self.steps, "share": share, "quantiles": quantiles, "table": table}
+        if self.moving:
+            found["own"] = {"share": share, "coefficient": self._coefficients / self.steps}
+        return found
 
     def state_dict(self) -> Plain:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]

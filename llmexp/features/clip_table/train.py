@@ -55,7 +55,9 @@ class ClipTable(Feature):
         counted = [key for key, sums in self._sums.items() if sums[0]]
         measures |= {key: of_units(self._limits[key], self._sums[key]) for key in counted}
         clip = self.norms.summary()
-        return clip | ({"measures": measures} if clip and measures else {})
+        if clip and measures:
+            clip["measures"] = measures
+        return clip
 
     def words(self) -> list[Note]:
         if not (clip := self.status()):
