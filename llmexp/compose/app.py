@@ -1,4 +1,5 @@
 """Compose a config with Hydra, and check it into plain dataclasses. Nothing here imports torch."""
+
 from __future__ import annotations
 
 import os
@@ -239,9 +240,10 @@ def typed_config(
         raise _unplaced(cfg)
     given = typed_in(cfg)
     budgets = replace_budgets(tree, given)
-    keys = list(map(key_of, given))
     # these, and an option of a group, may ask for another cut of the batch
-    recuts = any("." not in key or key.startswith(("batch.", "parallelism.")) for key in keys)
+    recuts = any(
+        "." not in key or key.startswith(("batch.", "parallelism.")) for key in map(key_of, given)
+    )
     fork, beneath = tree.get("fork"), run
     is_fork = run is None and isinstance(fork, dict) and fork.get("run") is not None
     if is_fork or run is not None:
