@@ -15,7 +15,7 @@ import numpy as np
 from llmexp.compare.records import Record, one_spelling
 from llmexp.config.labels import plural
 from llmexp.folders import rundir
-from llmexp.folders.door import TEXTS, scan_rows
+from llmexp.folders.door import TEXT_KEYS, scan_rows
 from llmexp.folders.find import SweepFolder, find
 from llmexp.folders.folder import RunFolder, clean_name
 from llmexp.folders.rows import LINEAGE
@@ -103,7 +103,7 @@ def read_columns(path: Path) -> tuple[_Columns, tuple[str, ...]]:
     columns = {"step": np.zeros(0)}
     for key in list(dict.fromkeys(itertools.chain.from_iterable(rows)))[:1000]:
         values = [row.get(key) for row in rows]
-        if key in TEXTS:  # a digest of tokens, kept as far as float64 is exact
+        if key in TEXT_KEYS:  # a digest of tokens, kept as far as float64 is exact
             values = [float(int(v[-13:], 16)) if isinstance(v, str) else v for v in values]
         column = np.array(values, dtype=float)  # None is NaN
         column[~(np.abs(column) < 1e150)] = np.nan  # squares of what is beyond overflow

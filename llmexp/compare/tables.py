@@ -173,10 +173,10 @@ def _lines(path: Path) -> list[Any]:
         return _of_lines([*lines])
     if kind == ".json" and isinstance(whole := json.loads(text, parse_constant=str), list):
         return whole
-    return [_object(i, line) for i, line in enumerate(text.splitlines(), 1)]
+    return [_from_line(i, line) for i, line in enumerate(text.splitlines(), 1)]
 
 
-def _object(number: int, line: str) -> Any:
+def _from_line(number: int, line: str) -> Any:
     """Return the value of a line of JSON; None of an empty one. Raises ConfigError."""
     try:
         return json.loads(line, parse_constant=str) if line.strip() else None

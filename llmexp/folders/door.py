@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-import orjson
 import yaml
 
 from llmexp import features
@@ -36,7 +35,7 @@ ROW_BYTES = 2**24
 _LARGEST = sys.float_info.max
 _NUMBERS = {int, float, bool}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
-TEXTS = {key.name: key.text for key in ROW_KEYS.values() if key.text}
+TEXT_KEYS = {key.name: key.text for key in ROW_KEYS.values() if key.text}
 _ENDLESS = re.compile(r"[-+0-9a-fA-FxXo_:.]{300,}")  # a number whose digits take long
 
 
@@ -164,7 +163,9 @@ def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     for key, value in row.items():
         named = value if by_module and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
-            if not _is_number(figure) and not re.fullmatch(TEXTS.get(name, "(?!)"), str(figure)):
+            if not _is_number(figure) and not re.fullmatch(
+                TEXT_KEYS.get(name, "(?!)"), str(figure)
+            ):
                 return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return row
 
@@ -175,6 +176,8 @@ def _decoded(line: bytes) -> Any:
     orjson is five times as fast as json, but takes the last value of a key that is there twice: in
     an object with two quotes for each of its keys none is, and no value is a text or a section.
     """
+    import orjson
+
     with contextlib.suppress(orjson.JSONDecodeError):
         found = orjson.loads(line)
         if isinstance(found, dict) and line.count(b'"') == 2 * len(found):
