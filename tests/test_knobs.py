@@ -20,7 +20,15 @@ import yaml
 
 from llmexp import mesh
 from llmexp.config.convert import build, convert_value
-from llmexp.config.knobs import affects, dead, deciding_result, fields, is_record, may_change
+from llmexp.config.knobs import (
+    affects,
+    dead,
+    deciding_result,
+    defaults,
+    fields,
+    is_record,
+    may_change,
+)
 from llmexp.config.parts import COMMON, arguments
 from llmexp.config.sections import OPEN_SECTIONS, Config, plain
 from llmexp.config.targets import arguments_of, locate, resolve
@@ -55,6 +63,13 @@ ALONE = ("model", "data", "train")
 @functools.cache
 def shipped(path: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / "config.yaml").read_text()) if path == "config" else option(path)
+
+
+def test_what_conf_gives_outside_of_options_is_the_default_that_knobs_declare():
+    given, declared = flatten(shipped("config")), defaults()
+    both = given.keys() & declared.keys()
+    assert len(both) > 20
+    assert {key: given[key] for key in both} == {key: declared[key] for key in both}
 
 
 def names(group: str) -> list[str]:
