@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmexp.features.layers.figures import attention_figures
+from llmexp.features.layers.figures import Layers, attention_figures
 from llmexp.features.layers.reading import by_layer, read_layers
 from llmexp.folders.rows import read_rows
+from llmexp.mesh.groups import Mesh
 from llmexp.models.logits import divisor_of
+from llmexp.models.loss import SummedLoss
 from tests.conftest import llmexp
 from tests.test_mup import gpt2, mup
 from tests.tracker import made
@@ -50,6 +52,24 @@ def test_figures_of_attention_are_of_the_logits_as_they_are_under_mup():
     logits = (q @ k.transpose(-1, -2) * 8 / 32).masked_fill(~causal, -math.inf)
     largest, _ = attention_figures(q, k, None, divisor_of(attention))
     assert float(largest) == pytest.approx(float(logits.max()), rel=1e-12)
+
+
+def test_logits_of_attention_are_fp32_sums_of_16_bit_heads(monkeypatch):
+    model, heads = gpt2(64), list[tuple[torch.Tensor, ...]]()
+    attention = model.blocks[0].attention
+    attention.q_proj.weight.data *= 100  # logits of some size
+    split = attention.heads
+    monkeypatch.setattr(attention, "heads", lambda *x: heads.append(split(*x)) or heads[-1])
+    alone = Mesh(0, 1, 0, 1, "single", torch.device("cpu"), None, None, False)
+    layers = Layers(alone, SummedLoss(model), "bf16")
+    layers.look(torch.arange(12)[None])
+    layers.before_update()
+    found: Any = layers.after_update()["attention_logit_max"]
+    q, k = (x.double() for x in heads[0][:2])
+    assert heads[0][0].dtype == torch.bfloat16
+    logits = (q @ k.mT / divisor_of(attention)).masked_fill(~torch.ones(12, 12).tril().bool(), -9e9)
+    bound = 32 * 2**-24 * float((q.abs() @ k.abs().mT / divisor_of(attention)).max())
+    assert float(found["blocks.0"]) == pytest.approx(float(logits.max()), abs=bound)
 
 
 def made_line(step: int) -> dict[str, Any]:
