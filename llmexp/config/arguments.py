@@ -145,7 +145,7 @@ def _number(text: str) -> Any:
     """Return a number; a text that is none is refused where its range is."""
     for kind in (int, float):
         with suppress(ValueError):
-            return text if kind is str else kind(text)  # a `Held` stays one
+            return kind(text)
     return text
 
 

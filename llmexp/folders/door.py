@@ -163,9 +163,8 @@ def row_in(line: bytes, by_module: bool = False) -> Plain | ValueError:
     for key, value in row.items():
         named = value if by_module and isinstance(value, dict) else {key: value}
         for name, figure in named.items():
-            if not _is_number(figure) and not re.fullmatch(
-                TEXT_KEYS.get(name, "(?!)"), str(figure)
-            ):
+            text = TEXT_KEYS.get(name, "(?!)")
+            if not _is_number(figure) and not re.fullmatch(text, str(figure)):
                 return ValueError(f"{name}={reprlib.repr(figure)}: a finite number is needed")
     return row
 
