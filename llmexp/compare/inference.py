@@ -114,7 +114,7 @@ class Model:
     variances: np.ndarray  # (settings,): of one figure around its setting and seed
     df: np.ndarray  # (settings,): degrees of freedom of each variance
     blocked: bool  # whether seeds are shared, and their own effect is taken out
-    apart: bool = False  # whether nothing but its own seeds tells the variance of a setting
+    apart: bool  # whether nothing but its own seeds tells the variance of a setting
     # (settings,): what each moves together with all others, where seeds multiply effects, as a
     # standard error, and its degrees of freedom
     swing: np.ndarray | None = None
