@@ -214,9 +214,14 @@ def _point_of(run: OtherRun, line: Row, columns: Mapping[str, str], where: Path)
     at = {name: float(value or 0) for name, value in given.items()}
     if not all(0 < value < math.inf for value in at.values()):
         return "not finite, or not above 0"
-    n = at.get("N") or at["C"] / 6 / at["D"]
-    d = at.get("D") or at["C"] / 6 / n
+    n = at.get("N") or _quotient(at["C"], at["D"])
+    d = at.get("D") or _quotient(at["C"], n)
     return LawPoint(run.name, {GIVEN: n}, d, at.get("C") or 6 * n * d, at["loss"], line | at)
+
+
+def _quotient(flops: float, divisor: float) -> float:
+    """Return FLOPs / 6 / divisor, in which one size or budget is one number for all runs."""
+    return float(f"{flops / 6 / divisor:.14g}")
 
 
 def ladders(

@@ -54,6 +54,29 @@ def ladders_of(*paths, **more):
     return llmexp.fit(*paths, **more).data["ladders"]
 
 
+@pytest.mark.parametrize("sizes", [1, 2, 5])
+def test_a_table_of_flops_and_tokens_is_one_of_sizes_and_tokens(sizes):
+    points = [(10**7 * 3**i, round(1e9 * 1.37**j)) for i in range(sizes) for j in range(7)]
+    losses = [HOFFMANN.loss(n, d) * (1 + 1e-3 * math.sin(n + d)) for n, d in points]
+    given = {
+        "N,D": points,
+        "C,D": [(6.0 * n * d, d) for n, d in points],
+        "C,N": [(6.0 * n * d, n) for n, d in points],
+    }
+    answers = []
+    for head, numbers in given.items():
+        rows = [(*pair, loss) for pair, loss in zip(numbers, losses, strict=True)]
+        try:
+            (found,) = ladders_of(table("runs", f"{head},loss", rows))
+            answers.append({k: list(v.values()) for k, v in found["law"].items()})
+        except ConfigError as error:
+            answers.append({error.kind: [0.0]})
+    for answer in answers[1:]:
+        assert answer.keys() == answers[0].keys()
+        for key, wanted in answers[0].items():
+            assert answer[key] == pytest.approx(wanted, rel=1e-9)
+
+
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     return isoflop(tmp_path_factory.mktemp("laws") / "adamw")
