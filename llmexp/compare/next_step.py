@@ -242,7 +242,7 @@ def rest(k: Known) -> Step | None:
     if k.sweep:
         points, where = k.sweep.points, k.sweep.path
         at = [p for p in points if p.state in ledger.TO_TRAIN and p.rung is None]
-        failed = (p for p in points if p.state == "failed" and p.attempts < 2)
+        failed = (p for p in points if p.state == "failed" and p.failures < 2)
         at += [p for p in failed if COMES_AGAIN not in (p.error or "")]
         left = [(where / p.folder).resolve() for p in at]
         if not k.sweep.grid and k.sweep.state in ledger.TO_TRAIN:

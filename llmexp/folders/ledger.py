@@ -39,8 +39,8 @@ _CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written who
 TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
 # What is written of a point, and what is not written of a ledger.
 _KEPT = (
-    "number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused", "forked",
-    "fresh",
+    "number", "label", "folder", "identity", "overrides", "attempts", "failures", "rung", "refused",
+    "forked", "fresh",
 )  # fmt: skip
 NOT_KEPT = ("path", "since", "points", "looks")
 
@@ -60,7 +60,8 @@ class LedgerEntry:
     folder: str  # in that of the sweep
     identity: str | None  # of the config as composed; None where only the run's folder is known
     overrides: list[str]
-    attempts: int = 0
+    attempts: int = 0  # starts, those that go on after a cut or a rung among them
+    failures: int = 0
     rung: float | None = None  # share of its steps after which successive halving left it out
     refused: str | None = None  # why it cannot run, in one line; it has no folder then
     forked: bool | None = None  # its process was a fork of one that had imported (sweep.warm)

@@ -134,4 +134,6 @@ class Current:
     def ended(self, entry: LedgerEntry) -> None:
         """Record what became of a point's run, which may halt the sweep."""
         self.ledger.look(entry)
-        self.halted |= self.knobs.stop_on_failure and entry.state == "failed"
+        if entry.state == "failed":
+            self.ledger.update(entry, failures=entry.failures + 1)
+            self.halted |= self.knobs.stop_on_failure

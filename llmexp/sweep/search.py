@@ -220,7 +220,7 @@ def trials_of(current: Current) -> list[LedgerEntry]:
 
 def has_no_end(entry: LedgerEntry) -> bool:
     """Return whether a trial was asked for and has no end: it was cut, or failed for once."""
-    failed_once = entry.state == "failed" and entry.attempts < 2
+    failed_once = entry.state == "failed" and entry.failures < 2
     return entry.rung is None and (entry.state in TO_TRAIN or failed_once)
 
 

@@ -67,7 +67,7 @@ def fail(path: Path, runs: str) -> None:
         amend(status, state="failed")
     ledger = read_ledger(path)
     for point in ledger.points:
-        point.attempts = 2
+        point.failures = 2
     ledger.save()
 
 

@@ -135,6 +135,17 @@ def test_a_search_that_is_killed_makes_the_same_trials_as_an_unbroken_one(tmp_pa
         assert (refused.code, says in refused.err) == (2, True), refused.err
 
 
+def test_a_trial_that_fails_after_a_rung_is_tried_again(tmp_path):
+    words = [*SEARCH[:-3], "train.max_steps=8", "sweep.halving=0.5",
+             "sweep.search.trials=2", "sweep.search.rerun_top=0", "hydra.sweep.dir=s",
+             "hooks=[own.faults.act]", "--allow", "own"]  # fmt: skip
+    failed = llmexp("train", "-m", *words, cwd=tmp_path, FAULT_PLAN="step_start-6:raise once")
+    assert failed.code == 1, failed.out
+    done = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert {p.state for p in points(tmp_path / "s")} == {"finished", "preempted"}
+
+
 def test_rungs_leave_trials_out_as_halving_does(tmp_path):
     halving = ["sweep.halving=0.25", "sweep.search.trials=4", "sweep.search.rerun_top=0"]
     more = ["train.max_steps=8", "hydra.sweep.dir=s"]
