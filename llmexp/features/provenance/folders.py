@@ -116,7 +116,9 @@ def _write(run_dir: Path, resumed: bool) -> None:
     if about == before:
         return
     path = run_dir / FOLDER  # also of a queued run: what it starts with is what counts
-    if written and (resumed or not before):
+    if written and not before:  # a kill cut it short
+        path = written[-1]
+    elif written and resumed:
         path = run_dir / f"{FOLDER}-{len(written) + 1}"
     path.mkdir(exist_ok=True)
     for old in path.glob("*.diff"):

@@ -184,6 +184,11 @@ def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     said = differences(read_records(find([tmp_path / "sweep", one])[0]))
     assert said[0].startswith("Uncommitted changes to work at ")
     assert said[1] == "Resumed with other code, packages or drivers: one."
+    # one whose record was cut short by a kill is written again
+    (one / "provenance-2" / provenance.FILE).unlink()
+    provenance.record(one, resumed=True)
+    assert provenance.folders(one) == [one / "provenance", one / "provenance-2"]
+    assert (one / "provenance-2" / provenance.FILE).exists()
 
 
 def test_without_git_outside_of_a_repository_and_before_the_first_commit(
