@@ -222,4 +222,5 @@ def _plain(value: Any, figure: bool) -> Any:
     text = " ".join(str(value).split())
     if figure and (bad := _NOT_FINITE.fullmatch(text)):
         return float(bad[0])
-    return None if text.lower() in _NOTHING else parse_value(text)
+    found = None if text.lower() in _NOTHING else parse_value(text)
+    return text if isinstance(found, str) else found  # its quotes and \ are its own

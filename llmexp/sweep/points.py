@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
 from llmexp.system.text import first_of
 
+MOST = 10_000  # runs of a grid
 _T = TypeVar("_T")
 
 
@@ -268,8 +270,19 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
     with user_errors():
         found = parsed([*map(as_text, fixed), *overrides])
     for override in filter(Override.is_discrete_sweep, found):
-        key, values = override.key_or_group, [*override.sweep_string_iterator()]
-        given = str(override.input_line).partition("=")[2]
+        key, given = override.key_or_group, str(override.input_line).partition("=")[2]
+        if override.is_range_sweep():
+            of: Any = override.value()
+            if not of.step:
+                text = "a step of 0 leads nowhere; for example"
+                raise refuse(
+                    "out_of_range", key, given, f"{text} '{key}=range({of.start},{of.stop})'"
+                )
+            if (of.stop - of.start) / of.step > MOST:
+                raise refuse(
+                    "too_large", key, given, f"has more than {MOST:,} values; take larger steps"
+                )
+        values = [*override.sweep_string_iterator()]
         if not values:
             raise refuse("missing_value", key, given, "has no value, so there is nothing to train")
         if key.startswith(("plan.", "sweep.")):
@@ -281,6 +294,11 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
 
 def grid_of(asked: list[Override]) -> list[list[str]]:
     """Return all combinations of the values. Raises ConfigError."""
+    swept = [o for o in asked if o.is_sweep_override()]
+    if (count := math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in swept)) > MOST:
+        text = f"{' '.join(str(o.input_line) for o in swept)}: are {count:,} runs, and a grid has "
+        text += f"{MOST:,} at most; take fewer values, or search them: sweep.search.trials=30"
+        raise ConfigError("too_large", text, swept[0].key_or_group)
     with user_errors():
         grid: list[list[str]] = BasicSweeper.split_arguments(asked, None)[0]
     return [[as_text(override) for override in point] for point in grid]
