@@ -93,6 +93,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
 def _leave(path: Path, overrides: Sequence[str]) -> int:
     """Say that a finished run has nothing to do. Raises ConfigError for `overrides`."""
     if overrides:
+        app.composed_over(path, overrides)  # which refuses what a run cannot take
         text = f"this run is finished, so {shlex.join(overrides)} would change nothing"
         way = "to train on, give a longer budget (train.max_steps=...), or fork it"
         raise ConfigError("finished_run", f"{path}: {text}; {way}: {forking(path, overrides)}")

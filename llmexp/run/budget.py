@@ -21,6 +21,7 @@ BUDGETS_BY_MODEL = ("train.max_flops", "train.tokens_per_parameter")
 EXTENDING = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
+MOST_TOKENS = 2**53  # of a run: numbers of JSON are exact up to there
 
 
 @dataclass(frozen=True)
