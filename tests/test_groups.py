@@ -156,6 +156,9 @@ EARLIER = "takes no parameter, as the patterns before it take everything that it
         (of_library("LBFGS"), [Group("*", 0.5)], "=LBFGS: takes one rate for all parameters"),
         (of_library("Rprop"), [Group("*.mlp.*"), Group("*", 1.0, 0.5)],
          "1.weight_decay=0.5: Rprop has no weight decay"),
+        (lambda m: [torch.optim.Rprop(m.blocks.parameters()),
+                    torch.optim.SGD(m.token_embedding.parameters(), weight_decay=0.1)],
+         [Group("*", 1.0, 0.5)], "0.weight_decay=0.5: Rprop has no weight decay"),
         (lambda m: sgd.sgd(m, lr=0.1), [Group("*.mlp.*", 0.3, 2.0)], f"0.weight_decay=2.0: {ZERO}"),
         (lambda m: adamw.adamw(m, lr=0.1), [Group("*.bias", 1.0, 0.0), Group("*", 1.0, 2.0)],
          f"0.weight_decay=0.0: {ZERO}"),
@@ -167,4 +170,4 @@ def test_what_a_group_cannot_do_is_refused(make, found, text):
     model = GPT2(32, 8, 1, 2, 8, 8)
     expected = pytest.raises(ConfigError, match=re.escape(text)) if text else nullcontext()
     with expected:
-        groups.by_name(model, [make(model)], found)
+        groups.by_name(model, held.as_list(make(model)), found)

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 import types
 import typing
@@ -70,6 +71,16 @@ def test_what_conf_gives_outside_of_options_is_the_default_that_knobs_declare():
     both = given.keys() & declared.keys()
     assert len(both) > 20
     assert {key: given[key] for key in both} == {key: declared[key] for key in both}
+
+
+@pytest.mark.parametrize("group", ["data", "tokenizer", "optimizer", "schedule"])
+def test_what_an_option_gives_is_the_default_of_its_function(group):
+    for name in names(group):
+        values = shipped(f"{group}/{name}")
+        parameters = inspect.signature(locate(f"{group}._target_", values["_target_"])).parameters
+        for key, parameter in parameters.items():
+            if parameter.default is not parameter.empty and key != "warmup_ratio":
+                assert values.get(key, parameter.default) == parameter.default, (name, key)
 
 
 def names(group: str) -> list[str]:

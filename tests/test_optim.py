@@ -8,7 +8,7 @@ import torch
 
 from llmexp import mesh
 from llmexp.models.gpt2 import GPT2
-from llmexp.optim import held, updating
+from llmexp.optim import held, precision, updating
 from llmexp.optim.optimizers import adamw, lion, muon, sgd
 from llmexp.optim.precision import settings_kept
 from llmexp.train.assembly.assemble import assemble
@@ -145,6 +145,27 @@ def test_decay_on_matrices_only_and_muon_on_hidden_ones():
         hidden = {id(p) for p in updating.held_by(on)}
         assert [name for name, p in model.named_parameters() if id(p) in hidden] == names
         assert hidden | {id(p) for p in updating.held_by(rest)} == set(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_parameter_without_a_gradient_stays_and_those_after_it_move(name):
+    model, optimizers = made(name)
+    give_gradients(0, model)
+    idle = [updating.held_by(o)[0] for o in optimizers]
+    for p in idle:
+        p.grad = None
+    before = [p.detach().clone() for p in model.parameters()]
+    updating.update(optimizers, NO)
+    stayed = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert stayed == [any(p is one for one in idle) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("units", [{}, {"avx512_bf16": True}])
+def test_auto_is_bf16_where_the_cpu_has_units_for_it(monkeypatch, units):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    kind, why = precision.choose("auto", torch.device("cpu"))
+    assert kind == ("bf16" if units else "fp32")
+    assert why == f"chosen: this CPU {'computes bf16' if units else 'has no bf16 units'}"
 
 
 def adamw_formula(t, rate, decay, w, g, m, v):
