@@ -148,10 +148,11 @@ def test_decay_on_matrices_only_and_muon_on_hidden_ones():
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_parameter_without_a_gradient_stays_and_those_after_it_move(name):
+def test_parameters_without_gradients_stay_and_those_after_them_move(name):
     model, optimizers = made(name)
     give_gradients(0, model)
     idle = [updating.held_by(o)[0] for o in optimizers]
+    idle += [p for o in optimizers if o.param_groups[1:] for p in o.param_groups[0]["params"]]
     for p in idle:
         p.grad = None
     before = [p.detach().clone() for p in model.parameters()]
