@@ -3,7 +3,8 @@
 `mend` finds the mutants of mutants.json where their lines are now, names those that are gone, and
 draws as many as a group of plan.toml lacks. `measure` writes the CPU time of each file of tests
 into seconds.json. `run` tries mutants, by the quickest tests first, and writes back what became
-of each. It ends with 1 where a mutant that was killed lives.
+of each. It ends with 1 where a mutant that was killed lives. `equivalent` are those that change
+nothing which a test on a CPU could see; `by` says why.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("what", choices=["mend", "measure", "run"])
     parser.add_argument("--group", help="only mutants of this group of plan.toml")
-    parser.add_argument("--fate", help="only those that were killed, survived, gone or none (yet)")
+    parser.add_argument("--fate", help="only those killed, survived, open, ... or none (yet)")
     parser.add_argument("--sample", type=int, help="only so many, at random")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=math.inf, help="of CPU time, a mutant")
