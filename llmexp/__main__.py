@@ -64,7 +64,7 @@ def main() -> None:
     sys.exit(code)
 
 
-# Each is the function `main` of its module; a command imports what it needs, and no more.
+# Each is a function of its module in llmexp.cli, which imports what it needs, and no more.
 COMMANDS = (
     "train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate", "average",
     "export", "sync", "compare", "next", "fit", "replay", "runs", "verify",

@@ -244,8 +244,7 @@ def typed_config(
     recuts = any(
         "." not in key or key.startswith(("batch.", "parallelism.")) for key in map(key_of, given)
     )
-    fork, beneath = tree.get("fork"), run
-    is_fork = run is None and isinstance(fork, dict) and fork.get("run") is not None
+    beneath, is_fork = run, run is None and at(tree, "fork.run") not in (None, NO_DEFAULT)
     if is_fork or run is not None:
         beneath = run or forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
         if is_fork or budgets or recuts:
@@ -305,7 +304,7 @@ def _is_default(cfg: DictConfig, key: str, flat: Plain) -> bool:
     chosen = flatten({group: option(f"{group}/{choice}")})
     if chosen.get(key, NO_DEFAULT) == value and key not in dead(chosen):
         return True
-    shipped = sorted((conf_dir() / group).glob("*.yaml")) if group in OPEN_SECTIONS else ()
+    shipped = (conf_dir() / group).glob("*.yaml") if group in OPEN_SECTIONS else ()
     return any(option(f"{group}/{file.stem}").get(name) == value for file in shipped)
 
 

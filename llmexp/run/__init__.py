@@ -18,7 +18,7 @@ from llmexp.config.rules import asks_rule
 from llmexp.config.sections import Config, Train
 from llmexp.config.values import Plain, refuse
 from llmexp.run.batch import SolvedBatch, solve_batch, too_large
-from llmexp.run.budget import BUDGETS, MOST_TOKENS, TokenCost, solve_budget, spent_of
+from llmexp.run.budget import BUDGETS, TokenCost, solve_budget, spent_of
 from llmexp.run.derived import derived, resolved_knob
 from llmexp.run.layout import Layout
 from llmexp.run.shares import GroupShare, SourceShare
@@ -342,11 +342,6 @@ def solve(
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     tokens = (budget.total_sequences - facts.begin.sequences) * length
     max_tokens = tokens + facts.begin.tokens
-    if max_tokens >= MOST_TOKENS:
-        given = [(key, getattr(config.train, key.removeprefix("train."))) for key in BUDGETS]
-        key, value = next((key, value) for key, value in given if value is not None)
-        text = f"is a budget of {max_tokens:.4g} tokens, and the most is {MOST_TOKENS:.4g}"
-        raise refuse("too_large", key, value, f"{text}; for example train.max_steps=600")
     by_model = config.train.max_flops or config.train.tokens_per_parameter
     return Run(
         **vars(facts),
