@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from llmexp.config.values import ConfigError, choice, knob
 from llmexp.data.encode import PATTERNS
 from llmexp.data.tokenizers.training import SMALLEST, train_bpe
 from llmexp.folders.rundir import check_new
+from llmexp.system.child import handling
 from llmexp.system.fileio import write_whole
 
 
@@ -60,7 +62,9 @@ def tokenizer(
     from llmexp.data.work import training_documents
 
     try:
-        found = train_bpe(training_documents(config.data), vocab_size, pattern)
+        # the library works for long without Python, which could not answer a signal meanwhile
+        with handling([signal.SIGINT], signal.SIG_DFL):
+            found = train_bpe(training_documents(config.data), vocab_size, pattern)
     except ConfigError:
         raise
     except ValueError as error:  # of a file that changes meanwhile

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from llmexp.__main__ import COMMANDS, run
+from llmexp.data.tokenizers.training import train_bpe
 from llmexp.system.workers import start_worker
 from llmexp.tasks import make
 from tests.conftest import HANG_S, ROOT, TINY, environment, llmexp, start
@@ -336,6 +337,19 @@ INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 QUICK = [("starting", TERM), ("composing", INT), ("preparing", INT), ("preparing", KILL)]
 SLOW = [("starting", INT), ("starting", KILL), ("composing", TERM), ("composing", KILL),
         ("preparing", TERM)]  # fmt: skip
+
+
+def test_a_signal_ends_the_training_of_a_tokenizer_at_once(tmp_path, monkeypatch):
+    """The library that it waits for lets no handler of Python's run."""
+    during = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "llmexp.cli.tokenizer.train_bpe",
+        lambda *_: during.append(signal.getsignal(INT)) or train_bpe(["a word"], 260, "gpt2"),
+    )
+    before = signal.getsignal(INT)
+    assert run(["tokenizer", "--vocab-size", "260", "data=stdlib"]) == 0
+    assert (during, signal.getsignal(INT)) == ([signal.SIG_DFL], before)
 
 
 @pytest.mark.parametrize(
