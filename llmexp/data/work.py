@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmexp.config.targets import resolve
-from llmexp.config.values import ConfigError, refuse
+from llmexp.config.values import ConfigError, is_ours, refuse
 from llmexp.data.cache import cache_folder
 from llmexp.data.documents import Counts, Document, count_records, read_documents, split_document
 from llmexp.data.remote import RemoteCache, contents_of, is_remote
@@ -186,14 +186,11 @@ def sources_of(data: dict[str, Any], keep: bool = True) -> tuple[list[Source], R
     """
     target, knobs = resolve("data", data, ())
     if not hasattr(target, "documents"):
-        text = "has no documents of text; use data=corpus or data=text"
-        raise refuse(
-            "unsupported",
-            "data._target_",
-            data["_target_"],
-            text,
-            "llmexp.data.sources.corpus.corpus",
-        )
+        name = str(data["_target_"])
+        text = "has no documents of text; data=corpus and data=text have"
+        if is_ours(name):
+            raise refuse("unsupported", "data", name.rpartition(".")[2], text, "stdlib")
+        raise refuse("unsupported", "data._target_", name, f"{text}; for example data=stdlib")
     remote = RemoteCache(cache_folder(knobs.get("cache_dir")), anew=True, keep=keep)
     return target(**knobs).documents(remote), remote
 
