@@ -51,6 +51,10 @@ class Counts:
         """Return the counts as plain values."""
         return {name: getattr(self, name) for name in ("documents", "empty", "bad", "first_bad")}
 
+    def records(self) -> int:
+        """Return how many were read, whatever was in them."""
+        return self.documents + self.empty + self.bad
+
     def position(self) -> int:
         """Return how many bytes of the file at `place` were read; packed ones count as packed.
 
@@ -152,7 +156,7 @@ def as_text(where: str, text: Any, text_key: str) -> Record:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         if not isinstance(text, str):
-            return BadRecord(f"{where}: {text_key!r} is not text but {type(text).__name__}")
+            return BadRecord(f"{where}: {text_key!r} is not text but {_json_name(text)}")
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     except UnicodeDecodeError as error:
         return BadRecord(f"{where}: {text_key!r} is not UTF-8 ({error.reason})")
@@ -172,7 +176,8 @@ def read_documents(
     kind = kind_of_file(key, place, text_key is None)
     counts.place, counts.file = place, None
     way = as_plain(key) if kind in ("jsonl", "array") else ""
-    with damage_named(key, place):
+    before = counts.records()
+    with damage_named(key, place, lambda: counts.records() - before):
         records = _records(kind, key, place, text_key or "", counts)
         yield from count_records(records, skip_bad, counts, way)
 
@@ -229,7 +234,7 @@ def _pieces(where: str, file: BinaryIO) -> Iterator[str]:
     Raises BadRecord with the place and what to do.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    at = 0
+    at = lines = 0
     while True:
         raw = file.read(sniffing.BLOCK_BYTES)
         before, is_first = at - len(decoder.getstate()[0]), not at
@@ -237,9 +242,11 @@ def _pieces(where: str, file: BinaryIO) -> Iterator[str]:
         try:
             text = decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            text = f"{where}: not UTF-8 at byte {before + error.start:,} ({error.reason})"
+            line = lines + error.object[: error.start].count(b"\n") + 1
+            text = f"not UTF-8 at byte {before + error.start:,} in line {line:,}"
             way = "convert the file, for example with iconv -f latin1 -t utf-8"
-            raise BadRecord(f"{text}; {way}") from None
+            raise BadRecord(f"{where}: {text} ({error.reason}); {way}") from None
+        lines += raw.count(b"\n")
         if piece := text.removeprefix("\ufeff") if is_first else text:
             yield piece
         if not raw:
@@ -250,18 +257,21 @@ def _json_lines(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator
     for number, line in enumerate(file, 1):
         if number == 1:
             line = line.removeprefix(BOM)
-        if not line.strip(BLANK):
+        if not (line := line.rstrip(BLANK)):
             continue
         where = f"{key}={place}, line {number:,}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield BadRecord(f"{where}: no valid JSON ({error})")
+            why = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg} at column {error.colno}"
+            yield BadRecord(f"{where}: no valid JSON ({why})")
             continue
         if isinstance(record, dict):
             yield record_text(where, record, text_key)
         else:
-            yield BadRecord(f"{where}: no JSON object but {type(record).__name__}")
+            yield BadRecord(f"{where}: no JSON object but {_json_name(record)}")
 
 
 def _json_array(key: str, place: str, text_key: str, file: BinaryIO) -> Iterator[Record]:
@@ -311,7 +321,15 @@ def record_of(where: str, record: Any, text_key: str) -> Record:
         return record_text(where, record, text_key)
     if isinstance(record, str):
         return as_text(where, record, "the item")
-    return BadRecord(f"{where}: neither a JSON object nor a text but {type(record).__name__}")
+    return BadRecord(f"{where}: neither a JSON object nor a text but {_json_name(record)}")
+
+
+def _json_name(value: Any) -> str:
+    """Return what a value is in the words of JSON."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
 
 
 DECODER = json.JSONDecoder()

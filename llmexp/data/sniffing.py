@@ -11,10 +11,11 @@ import lzma
 import re
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from llmexp.config.commands import need_package
+from llmexp.config.labels import plural
 from llmexp.config.values import refuse
 from llmexp.data.remote import is_remote, open_file, reading
 
@@ -148,8 +149,11 @@ def _named(place: str, *endings: str) -> bool:
 
 
 @contextlib.contextmanager
-def damage_named(key: str, place: str) -> Iterator[None]:
-    """Turn what reading a damaged file, or a server that fails, raises into a ValueError."""
+def damage_named(key: str, place: str, read: Callable[[], int] = int) -> Iterator[None]:
+    """Turn what reading a damaged file, or a server that fails, raises into a ValueError.
+
+    `read`: how many records came before.
+    """
     with reading(key, place) if is_remote(place) else contextlib.nullcontext():
         try:
             yield
@@ -158,5 +162,6 @@ def damage_named(key: str, place: str) -> Iterator[None]:
             of_network = isinstance(error, (TimeoutError, ConnectionError))
             if of_network or not (of_library or isinstance(error, DAMAGED)):
                 raise
-            text = f"is truncated or damaged ({error}); get the file again"
+            after = f" after {plural(read(), 'record')}" if read() else ""
+            text = f"is truncated or damaged{after} ({error}); get the file again"
             raise refuse("damaged_file", key, place, text) from None
