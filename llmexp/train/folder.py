@@ -27,6 +27,7 @@ from llmexp.run.budget import EXTENDING
 from llmexp.system import fileio
 from llmexp.system.child import BEGAN, REFUSED
 from llmexp.system.redact import as_recorded, concealed
+from llmexp.system.text import first_of
 from llmexp.train.assembly.assemble import Parts
 
 
@@ -142,9 +143,11 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     for other in features.offered("assembly", "other", parts.config):
         if text := other(there, here):
             raise ConfigError("other_run", f"{where}: {text}")
-    prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
-    if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
+    now = as_recorded(parts.corpus.fingerprint)
+    changed = differing(flatten(recorded.get("data_fingerprint") or now), flatten(now))
+    if there.get("data") not in (None, here["data"]) or changed:
         text = f"the data changed since the run started ({parts.run.data})"
+        text += f"; other now: {first_of(changed)}" * bool(changed)
         way = "if no file did, continue with the version of llmexp that began the run"
         raise ConfigError("other_run", f"{where}: {text}; {way}")
 

@@ -336,6 +336,8 @@ def test_a_file_is_replaced_by_one_of_the_same_size_and_time(tmp_path, name):
     refused = command("resume", "run", "train.stop_step=null")
     assert refused.code == 2
     assert "the data changed since the run started" in refused.err
+    changed = {"file.jsonl": "sources.x", "file.tiktoken": "tokenizer_sha256"}
+    assert f"; other now: {changed.get(name, f'train_files.{name}')}" in refused.err
     assert not np.array_equal(there(), before)
     replace_by(given)
     assert np.array_equal(there(), before)
