@@ -97,4 +97,5 @@ def check_split(model: dict[str, Any], tp: int) -> None:
         size = model.get(key)
         if isinstance(size, int) and size % tp:
             text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"
-            raise refuse("out_of_range", f"model.{key}", size, text, -(-size // tp) * tp)
+            example = None if "heads" in key else -(-size // tp) * tp  # they fit each other's
+            raise refuse("out_of_range", f"model.{key}", size, text, example)
