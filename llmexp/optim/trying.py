@@ -79,8 +79,8 @@ def try_going_on(
         torch.default_generator.manual_seed(0)
         trial.take_steps(range(2, 4))
     if not all(map(torch.equal, whole.parameters, other.parameters)):
-        text = "does not resume exactly from a checkpoint: it keeps more than"
-        raise Unfit(f"{text} its state and its groups hold")
+        text = "does not resume exactly from a checkpoint: it keeps more than its state and its"
+        raise Unfit(f"{text} groups hold, or draws random numbers of its own")
     found = []
     for optimizer, groups in zip(whole.optimizers, before, strict=True):
         pairs = zip(groups, plain_groups(optimizer), strict=True)

@@ -33,8 +33,8 @@ from llmexp.verify.reference import (
     Errors,
     Followed,
     Roundoff,
-    draws_random_numbers,
     errors,
+    passes_differ,
     targets_of,
     train_plainly,
     windows_in_order,
@@ -214,19 +214,17 @@ def without_dropout(config: Config) -> Config:
 
 
 def refuse_random(parts: Parts, tokens: Tensor) -> None:
-    """Raise ConfigError for a model that draws random numbers all the same."""
+    """Raise ConfigError for a model of which no two passes are the same."""
     model = parts.new_model()
-    if not draws_random_numbers(model, tokens):
+    if not passes_differ(model, tokens):
         return
     dropouts = [(n, m) for n, m in model.named_modules() if "Dropout" in type(m).__name__]
     named = [name for name, module in dropouts if getattr(module, "p", None)]
-    where = f" in {first_of(named, 4)}" if named else ""
-    raise ConfigError(
-        "unsupported",
-        f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two "
-        "cuts compute the same; a knob with `dropout` in its name would be set to 0 here; for "
-        "example model.dropout=0.1",
-    )
+    text = "two passes over the same tokens differ, and so would any two cuts"
+    if named:
+        text += f"; it drops out in {first_of(named, 4)}, where a knob with `dropout` in its name "
+        text += "would be set to 0 here"
+    raise refuse("unsupported", "model._target_", parts.config.model["_target_"], text)
 
 
 def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, list[Check]]:

@@ -144,7 +144,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens).double()
 
 
-def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
+def passes_differ(model: nn.Module, tokens: Tensor) -> bool:
     """Return whether two passes over the same tokens (b, t) differ.
 
     Then different cuts cannot compute the same.

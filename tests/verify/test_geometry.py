@@ -28,8 +28,8 @@ from llmexp.verify.checks import Check
 from llmexp.verify.geometry import masked_id, moved_off, off_by, real_batch, within_limit
 from llmexp.verify.reference import (
     Roundoff,
-    draws_random_numbers,
     errors,
+    passes_differ,
     train_plainly,
     windows_in_order,
 )
@@ -386,12 +386,26 @@ class Noisy(nn.Module):
         return self.drop(self.embed(tokens_bt)) @ self.embed.weight.T
 
 
+class Counting(Noisy):
+    """Each pass is another one, without a random number."""
+
+    def __init__(self, vocab_size: int = 64) -> None:
+        super().__init__(vocab_size)
+        self.drop, self.passes = nn.Identity(), 0
+
+    def forward(self, tokens_bt):
+        self.passes += 1
+        return super().forward(tokens_bt) * self.passes
+
+
 def test_models_that_draw_random_numbers_and_limits_of_logits_are_refused(tmp_path):
-    assert draws_random_numbers(Noisy(), torch.arange(8)[None])
+    assert passes_differ(Noisy(), torch.arange(8)[None])
     parts = assemble(composed("precision=fp64", "train.device=cpu"))
     geometry.refuse_random(parts, torch.arange(8)[None])
-    with pytest.raises(ConfigError, match=r"^model\._target_=.* in drop[,;]"):
-        geometry.refuse_random(dataclasses.replace(parts, build_model=Noisy), torch.arange(8)[None])
+    for model, why in ((Noisy, r"differ, .* in drop, .*"), (Counting, "differ, [^;]*")):
+        own = dataclasses.replace(parts, build_model=model)
+        with pytest.raises(ConfigError, match=rf"^model\._target_=[^;]* {why}$"):
+            geometry.refuse_random(own, torch.arange(8)[None])
     with pytest.raises(ConfigError, match=r"^clip.qk_limit=5.0: "):
         proved(tmp_path, "clip.qk_limit=5")
 
