@@ -70,7 +70,12 @@ def build_corpus(
         of_documents = hasattr(found, "documents")
         return found.build(tokenizer, length, ask_again) if of_documents else found
 
-    found = bind("data", data, offered, built)()
+    try:
+        found = bind("data", data, offered, built)()
+    except MemoryError as error:
+        key = "n_tokens" if "n_tokens" in data else "_target_"
+        text = f"does not fit into memory ({error})"
+        raise refuse("too_large", f"data.{key}", data[key], text) from None
     if not isinstance(found, Corpus):
         try:
             found = as_corpus(found, vocab_size=vocab_size)
