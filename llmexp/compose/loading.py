@@ -103,6 +103,9 @@ def _misfit(error: Exception, lines: list[str], load: Callable[[list[str]], obje
         text = f"{key} has one option; another is chosen by {key}=..., and ~{key} leaves it out"
     elif source == f"{key}/{word}":
         text = f"an option of the group is needed. Known: {', '.join(options_of(key))}."
+    elif isinstance(error, RecursionError):
+        kind = "conflict"
+        text = f"{source} chooses itself in its `defaults`, or a file that chooses it"
     else:
         kind = "wrong_type"
         text = f"{source} has a section in the place of a list or a value of the files before it, "

@@ -106,6 +106,10 @@ def _put_one(cfg: DictConfig, override: Override, given: Sequence[str]) -> None:
 def _check(override: Override, key: str, value: Any, tree: Any, given: Sequence[str]) -> None:
     """Raise ConfigError for an override of a key that is not there, or is of another kind."""
     there, adds = at(tree, key), override.is_add() or override.is_force_add()
+    section = key.partition(".")[0]
+    if section != key and not isinstance(tree.get(section, {}), dict):
+        text = f"{section} is {as_yaml(tree[section])} here, where a section is needed"
+        raise ConfigError("wrong_type", f"{key}: {text}", key)
     whole = key == "hydra" and not isinstance(value, dict)
     if whole or key.startswith("hydra.overrides"):
         text = "holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"

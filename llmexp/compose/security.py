@@ -20,13 +20,14 @@ from typing import Any
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import KeyValidationError
 from omegaconf.resolvers import oc
 
 from llmexp.compose.overrides import key_of, parsed, unresolved
 from llmexp.config.sections import OPEN_SECTIONS
 from llmexp.config.targets import RESERVED, inside_allowed, refuse_calls
 from llmexp.config.tracking import with_environment
-from llmexp.config.values import ConfigError, Plain, nested, refuse
+from llmexp.config.values import ConfigError, Plain, as_yaml, nested, refuse
 from llmexp.config.variables import VARIABLE, is_secret
 from llmexp.folders.door import config_text
 from llmexp.system.redact import redacted, secrets
@@ -76,7 +77,11 @@ class Sized(ConfigRepository):
             now = file.stat()
             state = (now.st_ino, now.st_size, now.st_ctime_ns)
             if _READ.get(place, ())[:-1] != state:
-                _READ[place] = (*state, pickle.dumps(super().load_config(config_path)))
+                try:
+                    _READ[place] = (*state, pickle.dumps(super().load_config(config_path)))
+                except KeyValidationError as error:
+                    text = f"{file}: the key {as_yaml(error.key)} is neither a name nor a number"
+                    raise ConfigError("wrong_type", text) from None
         return pickle.loads(_READ[place][-1])  # a copy: Hydra changes what it gets
 
 
