@@ -23,7 +23,7 @@ FIRST = (
     "optimizer.lr", "schedule.warmup_steps", "clip.max_norm", "model.n_layers", "model.d_model",
     "parallelism.nproc_per_node", "checkpoint.every", "tracker.name",
 )  # fmt: skip
-_FLAGS = {  # of all three commands
+_FLAGS = {
     "-m, --multirun": "a sweep: every combination of comma-separated values",
     "--cfg job": "print the config with all knobs and stop (--resolve: resolved)",
     "--info": "where the config comes from: all, defaults, searchpath, ...",
@@ -35,12 +35,13 @@ FOLDER = {
     "hydra.run.dir=DIR": "of a run; default outputs/<name>/<stamp>",
     "hydra.sweep.dir=DIR": "of a sweep; a run is a folder in it",
 }
-_EXAMPLES = """\
-llmexp train data=text 'data.train_files=[book.txt]' train.max_epochs=2
-llmexp train batch.real_batch_size=32 batch.gradient_accumulation_steps=4
-llmexp train parallelism=ddp parallelism.nproc_per_node=2
-llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
-llmexp train experiment=shakespeare_fast 'data.train_files=[book.txt]'"""
+_EXAMPLES = (
+    "data=text 'data.train_files=[book.txt]' train.max_epochs=2",
+    "batch.real_batch_size=32 batch.gradient_accumulation_steps=4",
+    "parallelism=ddp parallelism.nproc_per_node=2",
+    "-m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0",
+    "experiment=shakespeare_fast 'data.train_files=[book.txt]'",
+)
 
 
 def _groups(extra: str | None) -> dict[str, str]:
@@ -60,16 +61,18 @@ def print_help(command: str, function: Callable[..., Any], arguments: list[str])
     for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
     flags = "[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]"
-    usage = f"usage: llmexp {command} {'' if command == 'prepare' else '[-m] '}{flags}"
+    several = command != "prepare"  # which takes the data of one run
+    usage = f"usage: llmexp {command} {'[-m] ' * several}{flags}"
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
-    print("EXAMPLES\n" + textwrap.indent(_EXAMPLES, "  "))
+    examples = [words for words in _EXAMPLES if several or "data." in words]
+    print("EXAMPLES", *(f"  llmexp {command} {words}" for words in examples), sep="\n")
     print("\nKNOBS (of each, more: llmexp explain KEY)")
     _table({key: fields()[key].doc.partition(";")[0] for key in FIRST}, 38, width)
     print("\nFLAGS")
     own = {flag_of(one): knob.doc for one, _, knob, _ in annotated(function) if one.name != "line"}
     if inspect.signature(function).return_annotation != "int":
         own["--json"] = JSON_HELP
-    _table(own | _FLAGS, 38, width)
+    _table(own | {k: v for k, v in _FLAGS.items() if several or k[:2] != "-m"}, 38, width)
     print("\nFOLDER")
     _table(FOLDER, 38, width)
     print("\nGROUPS (one option each)")

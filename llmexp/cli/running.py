@@ -131,6 +131,9 @@ def read_line(
         words = take_allowed(words)
     text = "allow parts from your package (looked for in this folder too)"
     parser.add_argument("--allow", metavar="PACKAGE", help=text)
+    if "line" in takes:
+        text = "your own config files: DIR/model/mine.yaml becomes model=mine"
+        parser.add_argument("--config-dir", metavar="DIR", help=text)
     if "run" in takes or {"-h", "--help"} & set(words):
         return parser.parse_intermixed_args(words)
     return parse(command, function, words)

@@ -3,6 +3,7 @@
 What is refused is in tests/refusals/cli.yaml.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -60,6 +61,18 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
     # Every knob has its text, beside or below it.
     for knob in ("train.max_steps", "optimizer.lr", "model.d_model", "data.train_files"):
         assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "prepare", "explain", "verify", "tokenizer"])
+def test_help_offers_what_the_command_takes(capsys, command):
+    with contextlib.suppress(SystemExit):
+        assert run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--config-dir DIR" in text
+    assert ("--multirun" in text) == (command in ("train", "plan"))
+    examples = text.partition("EXAMPLES\n")[2].partition("\n\n")[0].splitlines()
+    assert all(line.startswith(f"  llmexp {command} ") for line in examples)
+    assert sum(" -m " in line for line in examples) == ("--multirun" in text)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "verify data", "tasks.make"])
