@@ -18,6 +18,7 @@ from llmexp.config.commands import need_package
 from llmexp.config.labels import plural
 from llmexp.config.values import refuse
 from llmexp.data.remote import is_remote, open_file, reading
+from llmexp.system.redact import clean
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
@@ -163,5 +164,5 @@ def damage_named(key: str, place: str, read: Callable[[], int] = int) -> Iterato
             if of_network or not (of_library or isinstance(error, DAMAGED)):
                 raise
             after = f" after {plural(read(), 'record')}" if read() else ""
-            text = f"is truncated or damaged{after} ({error}); get the file again"
+            text = f"is truncated or damaged{after} ({clean(error)}); get the file again"
             raise refuse("damaged_file", key, place, text) from None

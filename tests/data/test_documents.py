@@ -190,6 +190,18 @@ def test_rows_and_columns_of_tables_that_are_no_text(tmp_path):
             read(path, key="content.body", skip=True)
 
 
+def test_damage_in_the_middle_of_a_table(tmp_path):
+    path = tmp_path / "a.parquet"
+    column = [f"text {n} " * 9 for n in range(6000)]
+    parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=2048)
+    content = bytearray(path.read_bytes())
+    begin = parquet.ParquetFile(path).metadata.row_group(2).column(0).dictionary_page_offset
+    content[begin : begin + 300] = bytes(300)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged after [\d,]+ records \(.*\); get the file"):
+        read(path)
+
+
 def test_parquet_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.parquet"
     for kind, wide in ((pyarrow.string(), "i"), (pyarrow.large_string(), "q")):
