@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from llmexp.__main__ import COMMANDS, run
 from llmexp.data.tokenizers.training import train_bpe
 from llmexp.system.workers import start_worker
 from llmexp.tasks import make
+from tests import suggestions
 from tests.conftest import HANG_S, ROOT, TINY, environment, llmexp, start
 from tests.tools import run_here, session, wait_for
 
@@ -71,7 +73,9 @@ def test_help_offers_what_the_command_takes(capsys, command):
     assert "--config-dir DIR" in text
     assert ("--multirun" in text) == (command in ("train", "plan"))
     examples = text.partition("EXAMPLES\n")[2].partition("\n\n")[0].splitlines()
-    assert all(line.startswith(f"  llmexp {command} ") for line in examples)
+    for words in map(shlex.split, examples):
+        assert words[:2] == ["llmexp", command]
+        suggestions.read(words[1:])
     assert sum(" -m " in line for line in examples) == ("--multirun" in text)
 
 
