@@ -177,16 +177,6 @@ def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
     )
 
 
-def refuse_cut(error: ConfigError, batch: Batch, dp_size: int) -> ConfigError:
-    """Return the refusal of a cut for a run that goes on, whose real batch is fixed."""
-    text = f"{str(error).partition('; ')[0]}; a run that goes on keeps its batch"
-    micro, real = batch.micro_batch_size, shared_sequences(batch)
-    is_solved = batch.gradient_accumulation_steps is None
-    if isinstance(micro, int) and is_solved and real % dp_size == 0:
-        text += f"; for example batch.micro_batch_size={cut_anew(batch, dp_size).micro_batch_size}"
-    return ConfigError(error.kind, text, error.key)
-
-
 def _uncut(batch: Batch, dp_size: int) -> int:
     """Return the sequences of a replica in a step, which `auto` cuts. Raises ConfigError."""
     if (accum := batch.gradient_accumulation_steps) is not None:

@@ -33,7 +33,7 @@ from llmexp.models.loss import SummedLoss
 from llmexp.optim.held import not_updated
 from llmexp.optim.states import Traits, traits_of
 from llmexp.run import Parent, Run, check_model
-from llmexp.run.batch import refuse_cut, solve_batch
+from llmexp.run.batch import solve_batch
 from llmexp.system.text import first_of
 from llmexp.train.assembly.building import (
     begin_model,
@@ -229,16 +229,12 @@ def own_hooks(entries: Sequence[Any]) -> list[tuple[str, Callable[..., Any]]]:
 
 def _check_batch(config: Config, dp_size: int) -> None:
     """Raise ConfigError for a batch that cannot be cut."""
-    try:
-        if not asks_rule(config.optimizer):
-            solve_batch(config.batch, dp_size)
-            return
-        from llmexp.run.rules import check_batch
+    if not asks_rule(config.optimizer):
+        solve_batch(config.batch, dp_size)
+        return
+    from llmexp.run.rules import check_batch
 
-        check_batch(config, dp_size)
-    except ConfigError as error:
-        resumed = config.checkpoint.resume == "must"
-        raise refuse_cut(error, config.batch, dp_size) if resumed else error from None
+    check_batch(config, dp_size)
 
 
 def _ruled(config: Config, dp_size: int, model: nn.Module) -> tuple[Config, str | None]:
