@@ -64,9 +64,10 @@ class Loader(ConfigLoaderImpl):
         refuse_code(cfg)
         values = [o for o in asked if o not in choices and not o.is_sweep_override()]
         swept = [o for o in asked if o.is_sweep_override() and not chooses(o)]
-        put(cfg, [o for o in values if not o.key_or_group.startswith(KEPT_BACK)], swept)
+        by_hand = [o for o in values if o.key_or_group.startswith(KEPT_BACK)]
+        put(cfg, [o for o in values if o not in by_hand], swept)
         refuse_files(cfg, choices)
-        put(cfg, [o for o in values if o.key_or_group.startswith(KEPT_BACK)])
+        put(cfg, by_hand)
         note_overrides(cfg, asked)
         cfg.hydra.job.config_name = config_name  # whatever an override said
         refuse_code(cfg)

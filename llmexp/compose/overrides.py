@@ -77,8 +77,7 @@ def as_text(override: str) -> str:
 
 def typed_in(cfg: DictConfig) -> list[str]:
     """Return the overrides that a config was composed with, as they were typed."""
-    there = OmegaConf.select(cfg, "hydra.overrides", default={"hydra": [], "task": []})
-    given = unresolved(OmegaConf.create(there))
+    given = unresolved(cfg.hydra.overrides)
     return [*given["hydra"], *given["task"]]
 
 

@@ -106,10 +106,6 @@ def _put_one(cfg: DictConfig, override: Override, given: Sequence[str]) -> None:
 def _check(override: Override, key: str, value: Any, tree: Any, given: Sequence[str]) -> None:
     """Raise ConfigError for an override of a key that is not there, or is of another kind."""
     there, adds = at(tree, key), override.is_add() or override.is_force_add()
-    section = key.partition(".")[0]
-    if section != key and not isinstance(tree.get(section, {}), dict):
-        text = f"{section} is {as_yaml(tree[section])} here, where a section is needed"
-        raise ConfigError("wrong_type", f"{key}: {text}", key)
     whole = key == "hydra" and not isinstance(value, dict)
     if whole or key.startswith("hydra.overrides"):
         text = "holds Hydra's own keys; set one of them, for example hydra.run.dir=outputs/try1"
@@ -154,7 +150,10 @@ def unknown(
     """Return the refusal of a key that a config does not have, with the nearest one.
 
     `more`: names that are known besides its keys."""
-    section = key.partition(".")[0]
+    section, dot, _ = key.partition(".")
+    if dot and not isinstance(tree.get(section, {}), dict):
+        text = f"{section} is {as_yaml(tree[section])} here, where a section is needed"
+        return ConfigError("wrong_type", f"{key}: {text}", key)
     if section == "user":
         way = f"a new key of your own is written with a +: +{key}=..."
         return ConfigError("unknown_key", f"{key}: there is no such key yet; {way}", key)

@@ -113,9 +113,7 @@ def refuse_code(cfg: DictConfig) -> None:
         if _below(own, key) not in harmless:
             raise ConfigError("not_allowed", f"hydra.{key}: {why}")
     for name in ("sweeper", "launcher"):
-        section = {}
-        if own.get(name) is not None:
-            section = _resolved(cfg.hydra, name, f"hydra.{name}")
+        section = {} if own.get(name) is None else _resolved(cfg.hydra, name, f"hydra.{name}")
         if not isinstance(section, dict):
             raise refuse("wrong_type", f"hydra.{name}", section, "a section is needed here")
         target = section.pop("_target_", None)

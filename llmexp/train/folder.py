@@ -183,8 +183,11 @@ def environment(parts: Parts) -> dict[str, str]:
     Secrets, which are renewed, have none. A mark has four hex digits: too few to find the value by.
     """
     names = VARIABLE.findall(str(list(fixed_part(plain(parts.config)).values())))
-    marked = (name for name in names if not is_secret(name))
-    return {name: fileio.text_sha256(os.environ.get(name, ""))[:4] for name in marked}
+    return {
+        name: fileio.text_sha256(os.environ.get(name, ""))[:4]
+        for name in names
+        if not is_secret(name)
+    }
 
 
 def record_run(path: Path, parts: Parts, request: Plain, state: str = "running") -> None:

@@ -435,7 +435,9 @@ BASE = plain(composed(*SYNTHETIC))
 @settings(max_examples=50, derandomize=True)
 def test_a_name_stays_inside_the_output_root(name):
     tree = BASE | {"name": name.replace("${", "")}
-    cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})
+    cfg = OmegaConf.create(
+        {**tree, "hydra": {"overrides": {"hydra": [], "task": []}}}, flags={"allow_objects": False}
+    )
     try:
         config = app.typed_config(cfg)
     except ConfigError:  # the tests of refusals say for which ones

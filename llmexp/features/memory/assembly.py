@@ -7,7 +7,7 @@ import torch
 from llmexp import features
 from llmexp.config.knobs import deciding_work
 from llmexp.config.sections import Config, knobs_of
-from llmexp.config.values import is_ours, refuse
+from llmexp.config.values import refuse
 from llmexp.features.memory.config import Knobs
 from llmexp.folders.remembered import MEMORY, remembered
 from llmexp.optim.precision import parameter_dtype
@@ -49,11 +49,11 @@ def admit(parts: Parts) -> Parts:
         text += f", which has {gib(there)}; take more hosts, a smaller model or a GPU; {MORE}; "
         text += "train.check_memory=false starts it all the same"
         raise refuse("too_large", "train.check_memory", True, text)
-    adamw = is_ours(target := str(config.optimizer["_target_"])) and target.endswith(".adamw")
+    adamw = config.optimizer["_target_"] == "llmexp.optim.optimizers.adamw.adamw"
     more = sum(features.offered("config", "COPIES_OF_WEIGHTS", config))
     state = share * (1 + more + 2 * adamw)
     held = state + share if parts.device.type == "cpu" else 0.0
-    about = layout.nproc_per_node * (held + (state if config.checkpoint.async_ else 0))
+    about = layout.nproc_per_node * (held + state * config.checkpoint.async_)
     if about <= there:
         return parts
     text = f"{ranks} may not fit: with the optimizer's state, and the copy that a checkpoint in the"
