@@ -39,7 +39,7 @@ from llmexp.sweep.section import Sweep
 from llmexp.system.redact import redacted
 from llmexp.system.text import first_of
 
-MOST = 10_000  # runs of a grid
+_MOST = 10_000  # runs of a grid
 _T = TypeVar("_T")
 
 
@@ -278,9 +278,9 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
                 raise refuse(
                     "out_of_range", key, given, f"{text} '{key}=range({of.start},{of.stop})'"
                 )
-            if (of.stop - of.start) / of.step > MOST:
+            if (of.stop - of.start) / of.step > _MOST:
                 raise refuse(
-                    "too_large", key, given, f"has more than {MOST:,} values; take larger steps"
+                    "too_large", key, given, f"has more than {_MOST:,} values; take larger steps"
                 )
         values = [*override.sweep_string_iterator()]
         if not values:
@@ -295,9 +295,9 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
 def grid_of(asked: list[Override]) -> list[list[str]]:
     """Return all combinations of the values. Raises ConfigError."""
     swept = [o for o in asked if o.is_sweep_override()]
-    if (count := math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in swept)) > MOST:
+    if (count := math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in swept)) > _MOST:
         text = f"{' '.join(str(o.input_line) for o in swept)}: are {count:,} runs, and a grid has "
-        text += f"{MOST:,} at most; take fewer values, or search them: sweep.search.trials=30"
+        text += f"{_MOST:,} at most; take fewer values, or search them: sweep.search.trials=30"
         raise ConfigError("too_large", text, swept[0].key_or_group)
     with user_errors():
         grid: list[list[str]] = BasicSweeper.split_arguments(asked, None)[0]
