@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,6 @@ from llmexp.config.values import ConfigError, choice, knob
 from llmexp.data.encode import PATTERNS
 from llmexp.data.tokenizers.training import SMALLEST, train_bpe
 from llmexp.folders.rundir import check_new
-from llmexp.system.child import handling
 from llmexp.system.fileio import write_whole
 
 
@@ -62,9 +61,9 @@ def tokenizer(
     from llmexp.data.work import training_documents
 
     try:
-        # the library works for long without Python, which could not answer a signal meanwhile
-        with handling([signal.SIGINT], signal.SIG_DFL):
-            found = train_bpe(training_documents(config.data), vocab_size, pattern)
+        # on a thread: this one answers a signal, while the library works for long without Python
+        texts = training_documents(config.data)
+        found = ThreadPoolExecutor(1).submit(train_bpe, texts, vocab_size, pattern).result()
     except ConfigError:
         raise
     except ValueError as error:  # of a file that changes meanwhile

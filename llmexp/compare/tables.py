@@ -176,12 +176,12 @@ def _lines(path: Path) -> list[Any]:
     return [_from_line(i, line) for i, line in enumerate(text.splitlines(), 1)]
 
 
-def _from_line(number: int, line: str) -> Any:
+def _from_line(place: int, line: str) -> Any:
     """Return the value of a line of JSON; None of an empty one. Raises ConfigError."""
     try:
         return json.loads(line, parse_constant=str) if line.strip() else None
     except (ValueError, RecursionError) as error:
-        text = f"line {number}: is no JSON ({clean(error)}); an object is needed, such as "
+        text = f"line {place}: is no JSON ({clean(error)}); an object is needed, such as "
         raise ConfigError("damaged_file", text + '{"lr": 0.1}') from None
 
 

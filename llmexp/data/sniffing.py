@@ -163,6 +163,6 @@ def damage_named(key: str, place: str, read: Callable[[], int] = int) -> Iterato
             of_network = isinstance(error, (TimeoutError, ConnectionError))
             if of_network or not (of_library or isinstance(error, DAMAGED)):
                 raise
-            after = f" after {plural(read(), 'record')}" if read() else ""
+            after = f" after {plural(count, 'record')}" if (count := read()) else ""
             text = f"is truncated or damaged{after} ({clean(error)}); get the file again"
             raise refuse("damaged_file", key, place, text) from None

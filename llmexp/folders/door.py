@@ -173,7 +173,7 @@ def _decoded(line: bytes) -> Any:
     """Return the value of a line of JSON. Raises ValueError or RecursionError.
 
     orjson is five times as fast as json, but takes the last value of a key that is there twice: in
-    an object with two quotes for each of its keys none is, and no value is a text or a section.
+    an object with two quotes for each of its keys none is, and no value is a text or has keys.
     """
     import orjson
 

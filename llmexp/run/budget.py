@@ -139,9 +139,9 @@ def solve_budget(
         least = _longer(key, begin, stages, sequence_length, train_sequences, token_cost)
         text = _nothing_left(begin, sequence_length, train_sequences)
         raise refuse("out_of_range", key, value, text, least)
-    if (tokens := total * sequence_length) >= MOST_TOKENS:
-        text = f"is a budget of {tokens:.4g} tokens, and the most is {MOST_TOKENS:.4g}"
-        raise refuse("too_large", key, value, f"{text}; for example train.max_steps=600")
+    if total * sequence_length >= MOST_TOKENS:
+        text = f"is more than the {MOST_TOKENS:.4g} tokens that a run may have; for example "
+        raise refuse("too_large", key, value, f"{text}train.max_steps=600")
     last = [stage for stage in stages if stage.first_sequence < total][-1]
     steps, rest = divmod(total - last.first_sequence, last.real_batch_size)
     full = last.first_step + steps

@@ -97,5 +97,5 @@ def check_split(model: dict[str, Any], tp: int) -> None:
         size = model.get(key)
         if isinstance(size, int) and size % tp:
             text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"
-            example = None if "heads" in key else -(-size // tp) * tp  # they fit each other's
+            example = None if "heads" in key else -(-size // tp) * tp  # d_model has to fit too
             raise refuse("out_of_range", f"model.{key}", size, text, example)

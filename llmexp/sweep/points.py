@@ -40,6 +40,7 @@ from llmexp.system.redact import redacted
 from llmexp.system.text import first_of
 
 _MOST = 10_000  # runs of a grid
+_LONGEST = 1_000_000  # values of a range, which may be one to search in
 _T = TypeVar("_T")
 
 
@@ -274,14 +275,10 @@ def asked_of(cfg: DictConfig, overrides: Sequence[str]) -> list[Override]:
         if override.is_range_sweep():
             of: Any = override.value()
             if not of.step:
-                text = "a step of 0 leads nowhere; for example"
-                raise refuse(
-                    "out_of_range", key, given, f"{text} '{key}=range({of.start},{of.stop})'"
-                )
-            if (of.stop - of.start) / of.step > _MOST:
-                raise refuse(
-                    "too_large", key, given, f"has more than {_MOST:,} values; take larger steps"
-                )
+                raise refuse("out_of_range", key, given, "a step of 0 leads nowhere")
+            if (of.stop - of.start) / of.step > _LONGEST:
+                text = f"has more than {_LONGEST:,} values; take larger steps"
+                raise refuse("too_large", key, given, text)
         values = [*override.sweep_string_iterator()]
         if not values:
             raise refuse("missing_value", key, given, "has no value, so there is nothing to train")
@@ -297,7 +294,7 @@ def grid_of(asked: list[Override]) -> list[list[str]]:
     swept = [o for o in asked if o.is_sweep_override()]
     if (count := math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in swept)) > _MOST:
         text = f"{' '.join(str(o.input_line) for o in swept)}: are {count:,} runs, and a grid has "
-        text += f"{_MOST:,} at most; take fewer values, or search them: sweep.search.trials=30"
+        text += f"{_MOST:,} at most; take fewer values"
         raise ConfigError("too_large", text, swept[0].key_or_group)
     with user_errors():
         grid: list[list[str]] = BasicSweeper.split_arguments(asked, None)[0]

@@ -72,10 +72,9 @@ def build_corpus(
 
     try:
         found = bind("data", data, offered, built)()
-    except MemoryError as error:
+    except MemoryError:
         key = "n_tokens" if "n_tokens" in data else "_target_"
-        text = f"does not fit into memory ({error})"
-        raise refuse("too_large", f"data.{key}", data[key], text) from None
+        raise refuse("too_large", f"data.{key}", data[key], "does not fit into memory") from None
     if not isinstance(found, Corpus):
         try:
             found = as_corpus(found, vocab_size=vocab_size)
