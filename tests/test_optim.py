@@ -1,6 +1,7 @@
 """Optimizers: their groups, and the guarded update that changes everything or nothing."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -167,6 +168,17 @@ def test_auto_is_bf16_where_the_cpu_has_units_for_it(monkeypatch, units):
     kind, why = precision.choose("auto", torch.device("cpu"))
     assert kind == ("bf16" if units else "fp32")
     assert why == f"chosen: this CPU {'computes bf16' if units else 'has no bf16 units'}"
+
+
+def test_a_scale_halves_with_an_overflow_and_doubles_after_some_steps_without():
+    random = np.random.default_rng(0)
+    scaler, scale, calm = precision.Scaler("fp16", torch.device("cpu"), 1024.0, 3), 1024.0, 0
+    for overflows in random.random(200) < 0.2:
+        scaler.update(torch.tensor(math.inf if overflows else 1.0))
+        calm = 0 if overflows else calm + 1
+        scale *= 0.5 if overflows else 2 if calm == 3 else 1
+        calm %= 3
+        assert float(scaler.value) == scale
 
 
 def adamw_formula(t, rate, decay, w, g, m, v):

@@ -43,6 +43,7 @@ def test_two_settings_are_students_paired_t_over_shared_seeds_and_welchs_over_ot
     a, b = rng.normal(size=4), rng.normal(size=7) * 5
     seeds = [{f"a{i}": v for i, v in enumerate(a)}, {f"b{i}": v for i, v in enumerate(b)}]
     found = inference.fit_model(seeds).pair(0, 1)
+    assert inference.fit_model([{"1": 3.0}, {"1": 3.1}, {"2": 3.2}]) is None
     reference = stats.ttest_ind(b, a, equal_var=False)
     assert found.mean / found.error == pytest.approx(reference.statistic)
     assert found.df == pytest.approx(reference.df)

@@ -431,6 +431,13 @@ def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
 BASE = plain(composed(*SYNTHETIC))
 
 
+def test_a_secret_by_its_name_is_refused_once_it_has_a_value():
+    security.refuse_secrets({"user": {"api_key": None, "password": "", "token": False}})
+    for value in ("hunter", 0):
+        with pytest.raises(ConfigError, match="is a secret by its name"):
+            security.refuse_secrets({"user": {"api_key": value}})
+
+
 @given(st.text(min_size=1, max_size=100))
 @settings(max_examples=50, derandomize=True)
 def test_a_name_stays_inside_the_output_root(name):

@@ -69,6 +69,17 @@ def test_ranks_and_cuts_see_the_same_and_compute_the_same(one, files, tmp_path, 
     assert any(row["target_tokens"] < 6 * 12 for row in one.rows())  # the mask hides some
 
 
+def test_a_set_beside_the_main_one_is_evaluated_on_as_many_tokens(files, tmp_path):
+    """The sets differ in their last document alone, which so few tokens do not come to."""
+    text, sets = (files / "far.jsonl").read_text(), list[str]()
+    for number, name in enumerate(("main", "beside"), 1):
+        (tmp_path / f"{name}.jsonl").write_text(text.replace("web 0", f"web{number}0"))
+        sets.append(f"data.val.{name}.files={name}.jsonl")
+    given = ["train.max_steps=2", "data.val_main=main", *sets, "train.eval_tokens=60"]
+    row = train(tmp_path, "run", *settings(files), *given).rows()[-1]
+    assert row["val/loss"] == row["val/beside/loss"]
+
+
 def test_named_sets_have_rows_of_their_own(one):
     (row,) = [row for row in one.rows() if row["step"] == 4]
     assert row["val/loss"] == row["val/near/loss"] != row["val/far/loss"]
