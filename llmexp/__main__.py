@@ -126,7 +126,9 @@ def report(error: Exception, code: int, as_json: bool) -> int:
 
     found = error_record(error)
     found["message"] = redacted(found["message"])
-    print(f"llmexp: {found['message']}", file=sys.stderr)
+    # what a file says must not drive the terminal
+    shown = "".join(c if c.isprintable() or c == "\n" else " " for c in found["message"])
+    print(f"llmexp: {shown}", file=sys.stderr)
     if as_json:
         with suppress(OSError):  # the fault can be that of standard output
             print(json.dumps({"error": found}, indent=2))

@@ -160,7 +160,7 @@ def in_fork(command: list[str], home: Path) -> tuple[int, str]:
         try:
             where = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(where, 1), os.dup2(where, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
             resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
             signal.alarm(20 * CPU_S)  # for what waits without end
             os.chdir(home)

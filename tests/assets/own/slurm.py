@@ -9,7 +9,8 @@ from pathlib import Path
 def slow(event, context):
     if event == "step_start" and not os.path.exists("fast"):
         time.sleep(0.1)
-    if event == "step_start" and context.step == 1 and "SLURM_JOB_ID" in os.environ:
+    first = event == "step_start" and context.step == 1 and os.environ.get("RANK", "0") == "0"
+    if first and "SLURM_JOB_ID" in os.environ:
         file = Path(f"environment-{os.environ['SLURM_JOB_ID']}.json")
         file.write_text(json.dumps(dict(os.environ)))
 
